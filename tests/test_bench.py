@@ -144,6 +144,11 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("generate --prefill -1", "--prefill: expected 0 or more, got -1"),
         ("generate --largest-cache 0", "--largest-cache: expected a number above 0, got 0"),
         ("generate --figure nowhere/x.png", "--figure: expected a file in a folder that exists"),
+        (
+            f"step --options hidden_size={'9' * 5000}",
+            "--options: expected values that fit (",
+        ),
+        (f"step --options hidden_size={'[' * 100_000}", "--options: expected values that fit ("),
         ("parts --length 60", "--length: expected a divisor of --tokens 65536, got 60"),
         ("parts --only flight", "--only: expected parts of names such as residual sum and RMSNorm"),
         ("scale --mesh data=99", "--mesh: expected at most"),

@@ -235,7 +235,16 @@ def test_meshes_as_text():
         and str(shape) == "data=2,context=4,sharded"
     )
     assert str(MeshShape()) == "data=1"
-    for text in ("data=0", "rows=2", "data=2,data=2", "data", "head=-1", "sharded=1"):
+    for text in (
+        "data=0",
+        "rows=2",
+        "data=2,data=2",
+        "data",
+        "head=-1",
+        "sharded=1",
+        "data=²",
+        f"data={'9' * 5000}",
+    ):
         with pytest.raises(ValueError, match="expected"):
             MeshShape.parse(text)
     with pytest.raises(ValueError, match="mesh: expected 8 devices as there are, got data=3 with 3"):

@@ -75,6 +75,11 @@ def test_every_kind_of_rows_is_validated(tmp_path, capsys):
             "--mlp-ratio: expected a positive number that gives hidden_size = 8 an inner",
         ),
         ("--hidden-size 2000000", "expected a run that fits into the "),
+        ("--val-sequences 2000000000", "--val-sequences: expected sets that fit into the "),
+        (
+            "--test-lengths 6 2000000000",
+            "16 sequences for validation and for each test, of up to 2000000000 tokens",
+        ),
     ],
 )
 def test_error_is_one_line(tmp_path, capsys, words, message):

@@ -420,10 +420,17 @@ def test_training_set_of_fixed_size():
         ("--cases 64", "--cases: expected length and pairs like 64:4, got 64"),
         ("--cases 64:0", "--cases: expected length and pairs like 64:4, got 64:0"),
         ("--cases 64:4 32:4", "--cases: expected one length for a number of pairs, got 64:4 32:4"),
+        (f"--cases {'1' * 5000}:4", f"--cases: expected length and pairs like 64:4, got {'1' * 60}"),
         ("--cases 64:40", "--cases: 40 pairs need at least 160 tokens, got 64 in 64:40"),
         ("--cases 17:4", "--cases: expected an even length, got 17:4"),
         ("--cases 256:64", "--vocab-size: expected an even number, at least 128, got 64"),
         ("--train-sequences 0", "--train-sequences: expected a number above 0, got 0"),
+        ("--val-sequences 2000000000", "--val-sequences: expected sets that fit into the "),
+        (
+            "--cases 200000000:4",
+            "512 sequences for validation and for each test, of up to 200000000 tokens, which",
+        ),
+        ("--cases 200000000:4 --val-sequences 1 --batch-size 64", "expected a run that fits into the "),
     ],
 )
 def test_recall_cases_that_cannot_be(tmp_path, capsys, words, message):

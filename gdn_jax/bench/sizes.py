@@ -1,10 +1,10 @@
 """Models by name for the benchmarks, with fields that an option changes."""
 
 import dataclasses
-import json
 from typing import Any
 
 from gdn_jax.commands.errors import fail
+from gdn_jax.commands.files import parse_json
 from gdn_jax.models import ModelConfig
 from gdn_jax.models.presets import PRESETS
 
@@ -39,8 +39,8 @@ def model_config(name: str, options: tuple[str, ...] = (), **values: Any) -> Mod
         if field not in fields:
             fail("options", f"fields of ModelConfig with a value, as in {sorted(fields)[0]}=...", text)
         try:
-            values[field] = json.loads(value)
-        except json.JSONDecodeError:
+            values[field] = parse_json(value)
+        except ValueError:
             values[field] = value
     try:
         if name in PRESETS:

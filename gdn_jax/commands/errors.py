@@ -5,6 +5,9 @@ from typing import Any, NoReturn
 
 import jax
 
+_SHOWN = 1000
+"""Characters of a value that an error shows."""
+
 
 class RunError(ValueError):
     """A wish that cannot be met; the command line prints it as one line and exits with 1."""
@@ -17,7 +20,10 @@ def flag(name: str) -> str:
 
 def fail(name: str, expected: str, got: object) -> NoReturn:
     """Raises RunError for the value of an option."""
-    raise RunError(f"{flag(name)}: expected {expected}, got {got}")
+    shown = str(got)
+    raise RunError(
+        f"{flag(name)}: expected {expected}, got {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}"
+    )
 
 
 def one_line(error: BaseException) -> str:

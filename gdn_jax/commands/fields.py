@@ -10,6 +10,9 @@ from typing import Any, get_type_hints
 
 from gdn_jax.commands.errors import fail
 
+_LEAST, _MOST = 1.2e-38, 3.4e38
+"""The smallest and the largest number of float32 that are whole: what is computed with would be 0 or infinite."""
+
 
 class Check:
     """A condition that a value has to meet."""
@@ -37,6 +40,8 @@ class Range(Check):
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 fail(name, "a finite number", number)
+            if isinstance(number, float) and number and not _LEAST <= abs(number) <= _MOST:
+                fail(name, f"a number that float32 holds, {_LEAST} to {_MOST} or 0", number)
             if not self.accepts(number):
                 fail(name, self.expected, number)
             if isinstance(number, int) and number >= 2**self.bits:

@@ -51,7 +51,7 @@ class MeshShape:
             name, _, number = part.strip().partition("=")
             if name == "sharded" and not number and "shard_parameters" not in values:
                 values["shard_parameters"] = True
-            elif name in AXES and name not in values and number.isdigit():
+            elif name in AXES and name not in values and number.isdecimal() and len(number) < 10:
                 values[name] = int(number)
             else:
                 raise ValueError(

@@ -207,6 +207,7 @@ def sweep(options: SweepOptions, console: Console, command: str) -> int:
         check_free(o.out)
     task = make_task(options.task, o.batch_size, o.data_seed)
     largest = scaled_model(options, max(o.scales))
+    memory.check_sets(options.task)
     memory.check(largest, task.vocab_size, o.batch_size, o.batch_size, _longest(task), o.together)
     if o.resume:
         folder, config = RunFolder.open(o.out, command=str, about=dict)

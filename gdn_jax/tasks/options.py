@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from gdn_jax.commands.errors import RunError, fail, flag
-from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive, Repeated
+from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive, Range, Repeated
 
 
 def prompt_bytes(prompt: str) -> bytes:
@@ -135,7 +135,7 @@ class RecallOptions(GeneratedOptions):
     """Let keys come again with other values: the last value counts."""
     length: Annotated[int, Positive] = 32
     """Tokens of a sequence, even and at least four a pair."""
-    power: Annotated[float, Positive] = 0.01
+    power: Annotated[float, Range("a number above 0 and up to 1000", lambda x: 0 < x <= 1000)] = 0.01
     """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
     test_pairs: Annotated[tuple[int, ...], Distinct, Positive] = (2, 4, 8)
     """Numbers of pairs that the trained model is tested with."""
@@ -156,8 +156,9 @@ class RecallOptions(GeneratedOptions):
         turns = []
         for case in getattr(self, name) or ():
             length, colon, pairs = case.partition(":")
-            if not (colon and length.isdecimal() and pairs.isdecimal() and int(pairs)):
-                fail(name, "length and pairs like 64:4", case)
+            numbers = all(number.isdecimal() and len(number) < 10 for number in (length, pairs))
+            if not (colon and numbers and int(pairs)):
+                fail(name, "length and pairs like 64:4", case[:60])
             if cases.setdefault(int(pairs), int(length)) != int(length):
                 fail(name, "one length for a number of pairs", " ".join(getattr(self, name)))
             if int(length) < 4 * int(pairs):

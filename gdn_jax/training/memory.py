@@ -5,7 +5,7 @@ import os
 import jax
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.tasks.options import TokensOptions
+from gdn_jax.tasks.options import GeneratedOptions, RecallOptions, TaskOptions, TokensOptions
 from gdn_jax.training.options import ModelOptions, SizeOptions, TrainOptions
 
 _GIB = 2**30
@@ -63,11 +63,37 @@ def check(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
         )
 
 
+def check_sets(task: TaskOptions) -> None:
+    """Raises RunError where the sequences of validation and tests, which are all kept, cannot fit into memory."""
+    if not isinstance(task, GeneratedOptions):  # windows of a text, which is there
+        return
+    if isinstance(task, RecallOptions):
+        sizes = [length for name in ("cases", "test_cases") for _, length in task.parsed_cases(name)]
+        sizes = sizes or [task.length] * len(task.test_pairs)
+    else:
+        sizes = task.test_lengths
+    tokens = task.val_sequences * (_longest(task) + len(sizes) * max(sizes))
+    needed, there = 3 * _FLOAT * tokens, available()  # with targets and weights
+    if needed > there:
+        raise RunError(
+            f"--val-sequences: expected sets that fit into the {there / _GIB:.1f} GiB of this device's memory, got "
+            f"{task.val_sequences} sequences for validation and for each test, of up to {max(sizes)} tokens, which "
+            f"need at least {needed / _GIB:.1f} GiB"
+        )
+
+
+def _longest(task: TaskOptions) -> int:
+    """Tokens of the longest training sequence, at least."""
+    cases = task.parsed_cases() if isinstance(task, RecallOptions) else []
+    return max((length for _, length in cases), default=task.length)
+
+
 def check_run(options: TrainOptions, vocab_size: int) -> None:
     """Raises RunError where a run cannot fit into memory. Sequences have at least --length tokens in every task."""
     batch = options.run.batch_size
+    check_sets(options.task)
     if isinstance(
         options.task, TokensOptions
     ):  # the checkpoint's tensors are there, and no larger than files
         return
-    check(options.model, vocab_size, batch, batch // options.run.accumulate, options.task.length)
+    check(options.model, vocab_size, batch, batch // options.run.accumulate, _longest(options.task))
