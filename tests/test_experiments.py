@@ -169,6 +169,9 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
             "--mlp-ratio 0.0001",
             "--mlp-ratio: expected a positive number that gives hidden_size = 16 an inner width of at least 1",
         ),
+        ("--mlp-ratio 1e308", "--mlp-ratio: expected a number that float32 holds"),
+        ("--mlp-ratio 3e38", "expected a run that fits into the "),
+        ("--expand-v 3e38", "--expand-v: expected head_dim * expand_v up to 256, got 24"),
         ("--steps 99999999999999999999999", "--steps: expected less than 2**31, got 99999999999999999999999"),
         ("--seed 4294967296", "--seed: expected 0 or more and less than 2**32, got 4294967296"),
         ("--batch-size 2000000000", "expected a run that fits into the "),
@@ -245,6 +248,11 @@ def test_default_folders_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = [RunFolder.create(None, "bytes").path for _ in range(3)]
     assert made == [Path("runs", f"bytes-{i}") for i in (1, 2, 3)]
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    Path("runs").symlink_to("nowhere")
+    with pytest.raises(RunError, match="--out: cannot create runs: File exists"):
+        RunFolder.create(None, "bytes")
 
 
 def test_missing_extra_is_one_line(monkeypatch, capsys):

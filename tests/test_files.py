@@ -108,6 +108,10 @@ def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path):
         check_writable("json", tmp_path / "missing" / "file")
     with pytest.raises(RunError, match="--json: expected a file that can be written, got"):
         check_writable("json", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for special in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(RunError, match=f"--json: expected a file that does not exist, got {special}"):
+            check_writable("json", special)
     (tmp_path / "file").write_text("precious")
     with pytest.raises(RunError, match="--json: expected a file that does not exist, got"):
         check_writable("json", tmp_path / "file")

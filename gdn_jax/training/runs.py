@@ -13,7 +13,6 @@ Whole files are written under a temporary name and renamed. metrics.jsonl grows 
 line is dropped when the run is resumed.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -46,10 +45,13 @@ class RunFolder:
             else:
                 number = 1
                 while path is None:
-                    with contextlib.suppress(FileExistsError):
-                        candidate = Path("runs", f"{task.replace(' ', '-')}-{number}")
+                    candidate = Path("runs", f"{task.replace(' ', '-')}-{number}")
+                    try:
                         candidate.mkdir(parents=True)
                         path = candidate
+                    except FileExistsError:
+                        if not (candidate.exists() or candidate.is_symlink()):  # `runs` is a link to nothing
+                            raise
                     number += 1
         except OSError as error:
             check_free(path)
