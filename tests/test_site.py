@@ -303,6 +303,22 @@ console.log(JSON.stringify(tokens.map(({{k, v, alpha, beta}}) => {{
     return json.loads(done.stdout)
 
 
+def test_cells_of_sentences_have_the_names_of_their_columns():
+    """Numbers stay a table: the names are those that a card on a narrow screen needs."""
+    tables = load(DOCS / "site" / "tables.py")
+
+    def table(last):
+        rows = "".join(f"<tr><td>{i}</td>\n<td style='x'><b>b</b></td><td>{last}</td></tr>" for i in range(2))
+        heads = "<th>claim</th><th>here &amp; there</th><th>verdict</th>"
+        return f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table>"
+
+    numbers, words = table("1.0"), table("a sentence " * 6)
+    page = tables.named_cells(f"<p>{numbers}</p>{words}")
+    assert numbers in page and page.count("<table data-sentences>") == 1
+    names = re.findall(r'<td data-column="([^"]*)"', page)
+    assert names == ["claim", "here &amp; there", "verdict"] * 2
+
+
 def test_state_page_is_the_rule():
     """Against the definition, token by token: the gated delta rule, and linear attention, which erases nothing."""
     example = json.loads(EXAMPLE.read_text())

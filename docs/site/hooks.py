@@ -15,6 +15,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from references import CrossReferences
+from tables import named_cells
 
 import notebooks
 
@@ -111,7 +112,8 @@ def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Draws equations as MathML, and puts the state under writes and decay into the page that asks for it."""
+    """Draws equations as MathML, marks tables of sentences, and puts the state into the page that asks for it."""
+    content = named_cells(content)
     content = EQUATION.sub(partial(_equation, page.file.src_uri), content)
     if STATE in content:
         content = content.replace(STATE, state())
