@@ -244,6 +244,21 @@ def test_figures_are_those_of_the_script(name):
     assert (DOCS / name).read_text() == figures[name](), "run python docs/figures.py"
 
 
+def test_times_of_the_readme_are_those_of_the_page():
+    """Milliseconds and ratios of its table, for the sizes that the figure has."""
+    script = load(DOCS / "figures.py")
+    rows = re.findall(
+        r"\| (forward|backward) \| (\w+)[ *]* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|",
+        (ROOT / "README.md").read_text(),
+    )
+    of_page = [
+        (passed.lower(), time.size, time.ours, time.other, f"{time.ours / time.other:.2f}")
+        for passed in script.SIZES
+        for time in script.times(passed)
+    ]
+    assert [(a, b, float(c), float(d), e) for a, b, c, d, e in rows] == of_page
+
+
 def test_docstrings_become_lists():
     to_markdown = load(DOCS / "site" / "docstrings.py").to_markdown
     text = "Says x * y.\n\n    S <- x\n\nArgs:\n  q, k: x [B],\n    `a * b`.\n  v: one.\n\nRaises:\n  TypeError: x."
