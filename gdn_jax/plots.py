@@ -88,6 +88,9 @@ def attention_map(
 ) -> Any:
     """Effective attention map of one head, blue for positive and red for negative weights, white for the future.
 
+    The colour bar begins at 0 where no weight is negative, as in softmax attention. A weight has the same colour in
+    either case.
+
     Args:
       M: [T, T], see `analysis.effective_attention`.
       labels: names of the tokens; a new figure is made large enough for them, `ax` should be 0.15 inches a token.
@@ -104,7 +107,9 @@ def attention_map(
     past = np.where(np.tril(np.ones_like(M, bool)), M, np.nan)
     image = ax.imshow(past, cmap="RdBu", norm=TwoSlopeNorm(0, -largest, largest), interpolation="nearest")
     if bar:
-        _color_bar(image, ax, "weight of the value")
+        scale = _color_bar(image, ax, "weight of the value").ax
+        if np.nanmin(past) >= 0:
+            scale.set_ylim(0, largest)
     ax.set_xlabel("written at token")
     ax.set_ylabel("read at token")
     if labels is not None:
@@ -236,7 +241,9 @@ def spectrum_over_time(singular_values: ArrayLike, tokens: ArrayLike, *, ax: Any
     right.plot(tokens, effective_rank(jnp.asarray(values)), color=COLORS[1], lw=2.2)
     right.set_ylim(0, values.shape[1] * 1.05)
     right.set_ylabel("effective rank", color=COLORS[1])
+    right.spines["right"].set(visible=True, color=COLORS[1])
     right.spines[["top", "left"]].set_visible(False)
+    right.tick_params(axis="y", colors=COLORS[1])
     return ax
 
 
@@ -298,10 +305,11 @@ def _name_tokens(axis: Any, labels: Sequence[str]) -> None:
     axis.set_ticks(range(len(labels)), labels, **style)
 
 
-def _color_bar(image: Any, ax: Any, label: str) -> None:
+def _color_bar(image: Any, ax: Any, label: str) -> Any:
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046, pad=0.02)
     bar.set_label(label)
     bar.outline.set_visible(False)
+    return bar
 
 
 def _array(name: str, x: ArrayLike, ndim: int) -> np.ndarray:

@@ -103,6 +103,17 @@ def test_what_is_drawn_is_what_came(pyplot):
     np.testing.assert_allclose(right.get_ydata(), analysis.effective_rank(jnp.asarray(values)))
 
 
+def test_bars_and_axes_show_what_there_is(pyplot):
+    """Weights without a negative one have a bar from 0, in the colours of other maps; a second axis has its line."""
+    signed, positive = np.tril([[1.0, 0.0], [-0.5, 0.5]]), np.tril([[1.0, 0.0], [0.25, 0.75]])
+    for M, ends in ((signed, (-1, 1)), (positive, (0, 1))):
+        image = plots.attention_map(M).images[0]
+        assert image.colorbar.ax.get_ylim() == ends and image.norm.vmin == -1
+    ax = plots.spectrum_over_time(np.array([[4.0, 2.0], [1.0, 1.0]]), np.array([0, 16]))
+    right = next(other for other in ax.figure.axes if other is not ax)
+    assert right.spines["right"].get_visible() and not right.spines["top"].get_visible()
+
+
 def test_the_plane_shows_the_transformed_vector(pyplot):
     ax = plots.householder_plane(90.0, (1.0, 1.0), 2.0)
     tips = [text.xy for text in ax.texts if hasattr(text, "xy") and text.arrow_patch is not None]
