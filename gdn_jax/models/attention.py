@@ -42,6 +42,11 @@ class FixedAttentionCache(AttentionCache):
     outputs of that row are NaN.
     """
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that each row has room for."""
+        return self.k.shape[1]
+
 
 class WindowCache(NamedTuple):
     """Keys and values of the last W tokens that a window of W tokens has seen. A pytree of fixed size.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
@@ -13,13 +14,17 @@ from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.served_layers import LayerPools, kind_of
-from gdn_jax.shapes import widened
+from gdn_jax.serving.slots import Indices
+from gdn_jax.shapes import check_whole, widened
 
 __all__ = ["LayerPools", "ServedModel", "slot_bytes"]
 
 
 class ServedModel:
     """A LanguageModel whose layers keep what they remember in slots; tokens are the likeliest ones.
+
+    A token is -1 where its logits are NaN: after NaN in a slot, and where a request has more tokens than the pools'
+    capacity. `Server.submit` refuses such a request, and with `gdn_jax.debug_checks` every call does.
 
     `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are those
     of `for_inference(model)`: 16-bit models read 16-bit weights.
@@ -54,8 +59,12 @@ class ServedModel:
           capacity: tokens of a request at most, with its drafts; a model with attention keeps them all.
 
         Raises:
-          ValueError: the model has attention, and there is no capacity; or states cannot have the dtype.
+          ValueError: a number does not fit; the model has attention, and there is no capacity; or states cannot have
+            the dtype.
         """
+        check_whole("slots", slots, 1)
+        if capacity is not None:
+            check_whole("capacity", capacity, 1)
         layers = zip(self._kinds, self._mixers, strict=True)
         return tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
 
@@ -63,9 +72,9 @@ class ServedModel:
         self,
         params: Any,
         tokens: Int[Array, "1 T"],
-        cu_seqlens: Int[Array, " N1"],
-        slots: Int[Array, " N"],
-        has_initial_state: Bool[Array, " N"],
+        cu_seqlens: Indices,
+        slots: Indices,
+        has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
         pools: tuple,
     ) -> tuple[Int[Array, " N"], tuple]:
         """Pieces of prompts, packed in one row: the likeliest token after each, and the pools.
@@ -85,7 +94,7 @@ class ServedModel:
         return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(widened(cu_seqlens)[1:] - 1, 0)])
 
     def decode(
-        self, params: Any, tokens: Int[Array, " B"], slots: Int[Array, " B"], pools: tuple
+        self, params: Any, tokens: Int[Array, " B"], slots: Indices, pools: tuple
     ) -> tuple[Int[Array, " B"], tuple]:
         """One token of every request: the likeliest next ones, and the pools.
 
@@ -105,8 +114,8 @@ class ServedModel:
         self,
         params: Any,
         tokens: Int[Array, "N T"],
-        state_slots: Int[Array, "N T"],
-        num_accepted_tokens: Int[Array, " N"],
+        state_slots: Indices,
+        num_accepted_tokens: Indices,
         pools: tuple,
     ) -> tuple[Int[Array, "N T"], tuple]:
         """The last sampled token and drafts of every request: the likeliest token after each, and the pools.
@@ -128,10 +137,13 @@ class ServedModel:
     def _run(
         self, params: Any, tokens: Int[Array, "B T"], mix: Around, pick: Callable[[Array], Array]
     ) -> tuple[Int[Array, "..."], tuple]:
-        """The likeliest tokens behind those that `pick` picks from all hidden states, and the pools."""
+        """The likeliest tokens after those that `pick` picks from all hidden states, and the pools."""
         model = nnx.merge(self._graphdef, params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
-        return jnp.argmax(model.logits(pick(x)), -1).astype(jnp.int32), new or ()
+        logits = model.logits(pick(x))
+        likeliest = jnp.argmax(logits, -1).astype(jnp.int32)  # of NaN, where there is one
+        is_number = ~jnp.isnan(jnp.max(logits, -1))
+        return jnp.where(is_number, likeliest, -1), new or ()
 
 
 def slot_bytes(

@@ -3,19 +3,27 @@
 A kind of layers is an object with the same four methods. The arguments of the calls are those of `ServedModel`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from gdn_jax import serving
 from gdn_jax.attention import attend
 from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.layers import RecurrentMixer
-from gdn_jax.models.attention import Attention, AttentionCache
+from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache
+from gdn_jax.serving import slots as pool_slots
+from gdn_jax.serving.arguments import check_sequences, check_values
+from gdn_jax.serving.call import At, Spans
 from gdn_jax.serving.kinds import of_dtype
 from gdn_jax.serving.pools import draft_slots
+from gdn_jax.serving.slots import Address, Indices
+from gdn_jax.serving.states import StatePool
+from gdn_jax.shapes import check_whole
 
 
 class LayerPools(NamedTuple):
@@ -60,9 +68,9 @@ class Recurrent:
         mixer: RecurrentMixer,
         x: Float[Array, "1 T D"],
         pool: LayerPools,
-        cu_seqlens: Int[Array, " N1"],
-        slots: Int[Array, " N"],
-        has_initial_state: Bool[Array, " N"],
+        cu_seqlens: Indices,
+        slots: Indices,
+        has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
     ) -> tuple[Float[Array, "1 T D"], LayerPools]:
         """Pieces of prompts, packed in one row."""
         addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
@@ -85,7 +93,7 @@ class Recurrent:
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
     def decode(
-        self, mixer: RecurrentMixer, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Int[Array, " B"]
+        self, mixer: RecurrentMixer, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
     ) -> tuple[Float[Array, "B 1 D"], LayerPools]:
         """One token of every request."""
         qkv = mixer.project_qkv(x)[:, 0]
@@ -107,8 +115,8 @@ class Recurrent:
         mixer: RecurrentMixer,
         x: Float[Array, "N T D"],
         pool: LayerPools,
-        state_slots: Int[Array, "N T"],
-        num_accepted_tokens: Int[Array, " N"],
+        state_slots: Indices,
+        num_accepted_tokens: Indices,
     ) -> tuple[Float[Array, "N T D"], LayerPools]:
         """The last token and drafts of every request."""
         spans = dict(num_accepted_tokens=num_accepted_tokens)
@@ -142,103 +150,120 @@ class Recurrent:
 class Attending:
     """Attention layers: the keys and values of a request's tokens, and how many there are, in each slot.
 
-    They lie as in an `AttentionCache` with the slots as rows. Layers with a window keep all tokens here, since drafts
-    that are not accepted would have replaced tokens of a ring. The drafts of a request lie in its first slot; in the
-    slot of each draft there is the number of tokens up to it alone. So a request with drafts goes on with `verify`
-    and the same slots. What has no room gives NaN.
+    They lie as in a `FixedAttentionCache` with the slots as rows. Layers with a window keep all tokens here, since
+    drafts that are not accepted would have replaced tokens of a ring. The drafts of a request lie in its first slot;
+    in the slot of each draft there is the number of tokens up to it alone. So a request with drafts goes on with
+    `verify` and the same slots. What has no room gives NaN; with `gdn_jax.debug_checks` on it is an error.
     """
 
     def make_pool(
         self, mixer: Attention, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
-    ) -> AttentionCache:
+    ) -> FixedAttentionCache:
         """An empty pool of a layer."""
         del dtype, ring
         if capacity is None:
             raise ValueError(
                 "capacity: expected the tokens of a request, which attention layers keep, got None"
             )
-        cache = Attention.init_cache(mixer, slots) if mixer.config.window else mixer.init_cache(slots)
-        k, v = (jnp.zeros((slots, capacity, *y.shape[2:]), y.dtype) for y in (cache.k, cache.v))
-        return AttentionCache(k, v, jnp.zeros(slots, jnp.int32))
+        check_whole("capacity", capacity, 1)
+        if mixer.config.window:
+            return Attention.init_cache(mixer, slots, capacity)
+        return mixer.init_cache(slots, capacity)
 
     def prefill(
         self,
         mixer: Attention,
         x: Float[Array, "1 T D"],
-        pool: AttentionCache,
-        cu_seqlens: Int[Array, " N1"],
-        slots: Int[Array, " N"],
-        has_initial_state: Bool[Array, " N"],
-    ) -> tuple[Float[Array, "1 T D"], AttentionCache]:
+        pool: FixedAttentionCache,
+        cu_seqlens: Indices,
+        slots: Indices,
+        has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
+    ) -> tuple[Float[Array, "1 T D"], FixedAttentionCache]:
         """Pieces of prompts, packed in one row; their queries meet the keys as rows of their own."""
-        T, begins, counts = x.shape[1], cu_seqlens[:-1], jnp.diff(cu_seqlens)
-        past = jnp.where(has_initial_state, _at(pool.length, slots), 0)
+        T = x.shape[1]
+        check_sequences(cu_seqlens, T, has_initial_state)
+        At(slots).check(StatePool(pool), "N", cu_seqlens.shape[0] - 1)
+        check_values(partial(_check_pieces, pool.capacity, len(pool.length)), cu_seqlens, slots)
+        cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32)
+        begins, counts, at = cu_seqlens[:-1], jnp.diff(cu_seqlens), Address.of(slots, pool)
+        past = jnp.where(has_initial_state, pool_slots.take(pool.length, at), 0)
         token = jnp.arange(T)
-        piece = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, len(slots) - 1)
+        piece = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, len(counts) - 1)
         place = token - begins[piece]
         q, k, v = mixer.heads(x, (past[piece] + place)[None])
-        to = jnp.where(token < cu_seqlens[-1], slots[piece], -1)
-        pool = _with(pool, to, past[piece] + place, k[0], v[0])
+        to = at.rows(piece).only(token < cu_seqlens[-1])
+        pool = _with(pool, to.slot, past[piece] + place, k[0], v[0])
         rows = q[0][jnp.clip(begins[:, None] + token, 0, T - 1)]
-        o = self._attend(mixer, rows, pool, slots, past[:, None] + token, past + counts)[piece, place]
-        o = jnp.where((to >= 0)[:, None, None], o, 0)[None]
-        length = pool.length.at[_kept(slots, pool)].set(past + counts, mode="drop")
+        o = self._attend(mixer, rows, pool, at, past[:, None] + token, past + counts)[piece, place]
+        o = jnp.where(to.is_slot[:, None, None], o, 0)[None]
+        length = pool_slots.put(pool.length, at, past + counts)
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
 
     def decode(
-        self, mixer: Attention, x: Float[Array, "B 1 D"], pool: AttentionCache, slots: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B 1 D"], AttentionCache]:
+        self,
+        mixer: Attention,
+        x: Float[Array, "B 1 D"],
+        pool: FixedAttentionCache,
+        slots: Indices,
+    ) -> tuple[Float[Array, "B 1 D"], FixedAttentionCache]:
         """One token of every request."""
-        return self.verify(mixer, x, pool, slots[:, None], jnp.ones_like(slots))
+        return self.verify(mixer, x, pool, slots[:, None], jnp.ones(slots.shape, jnp.int32))
 
     def verify(
         self,
         mixer: Attention,
         x: Float[Array, "N T D"],
-        pool: AttentionCache,
-        state_slots: Int[Array, "N T"],
-        num_accepted_tokens: Int[Array, " N"],
-    ) -> tuple[Float[Array, "N T D"], AttentionCache]:
+        pool: FixedAttentionCache,
+        state_slots: Indices,
+        num_accepted_tokens: Indices,
+    ) -> tuple[Float[Array, "N T D"], FixedAttentionCache]:
         """The last token and drafts of every request."""
-        last = jnp.clip(num_accepted_tokens[:, None] - 1, 0, x.shape[1] - 1)
-        start = jnp.take_along_axis(state_slots, last, axis=1)[:, 0]
-        past, first = _at(pool.length, start), jnp.where(start < 0, -1, state_slots[:, 0])
+        lengths, spans = StatePool(pool.length), Spans(state_slots, num_accepted_tokens)
+        spans.check(lengths, "N, T", *x.shape[:2])
+        start, after = lengths.span(Spans(*map(jnp.asarray, spans[:2])))
+        first = lengths.address(state_slots[:, 0], None).only(start.is_slot)
+        past = pool_slots.take(pool.length, start)
         positions = past[:, None] + jnp.arange(x.shape[1])
         q, k, v = mixer.heads(x, positions)
-        pool = _with(pool, first[:, None], positions, k, v)
+        pool = _with(pool, first.slot[:, None], positions, k, v)
         o = self._attend(mixer, q, pool, first, positions, positions[:, -1] + 1)
-        to = _kept(jnp.where(start[:, None] < 0, -1, state_slots), pool)
-        length = pool.length.at[to].set(positions + 1, mode="drop")
+        length = pool_slots.put(pool.length, after, positions + 1)
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
 
-    def _attend(self, mixer, q, pool, slots, positions, lengths):
+    def _attend(self, mixer, q, pool, at, positions, lengths):
         """Returns what queries [N, T] of tokens at these positions see of the first keys in their requests' slots."""
-        S = pool.k.shape[1]
+        S = pool.capacity
+        check_values(partial(_check_room, S), lengths, at.is_slot)
         known = jnp.arange(S) < lengths[:, None]  # other places may hold NaN
-        k, v = (jnp.where(known[..., None, None], _at(y, slots), 0) for y in (pool.k, pool.v))
+        k, v = (jnp.where(known[..., None, None], pool_slots.take(y, at), 0) for y in (pool.k, pool.v))
         keys, values = mixer.read(AttentionCache(k, v, lengths))
         ages = positions[..., None] - jnp.arange(S)
         visible = (ages >= 0) & (ages < (mixer.config.window or S))
         o = attend(mixer.queries(q), keys, values, causal=False, visible=visible[:, None])
         o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
-        return jnp.where((slots >= 0)[:, None, None, None], o, 0)
+        return jnp.where(at.is_slot[:, None, None, None], o, 0)
 
 
-def _with(pool: AttentionCache, slots: Array, positions: Array, k: Array, v: Array) -> AttentionCache:
-    """The pool with keys and values of tokens at positions of slots."""
-    to = (_kept(slots, pool), positions)
+def _with(
+    pool: FixedAttentionCache, slots: Array, positions: Array, k: Array, v: Array
+) -> FixedAttentionCache:
+    """The pool with keys and values of tokens at positions of slots, as an `Address` numbers them."""
+    to = (slots, positions)
     k, v = (old.at[to].set(new.astype(old.dtype), mode="drop") for old, new in ((pool.k, k), (pool.v, v)))
-    return AttentionCache(k, v, pool.length)
+    return pool._replace(k=k, v=v)
 
 
-def _kept(slots: Int[Array, "..."], pool: AttentionCache) -> Int[Array, "..."]:
-    """Slots to write to; padding is one that the pool has not, since -1 would be the last."""
-    return jnp.where(slots < 0, len(pool.length), slots)
+def _check_pieces(capacity: int, size: int, cu_seqlens, slots) -> None:
+    slots = np.asarray(slots)
+    _check_room(capacity, np.diff(cu_seqlens), (slots >= 0) & (slots < size))
 
 
-def _at(x: Array, slots: Int[Array, "..."]) -> Array:
-    """Contents of slots; those of some slot for padding."""
-    return x[jnp.maximum(slots, 0)]
+def _check_room(capacity: int, lengths, is_slot) -> None:
+    most = int(np.max(lengths, initial=0, where=np.asarray(is_slot)))
+    if most > capacity:
+        raise ValueError(
+            f"pools: expected a capacity of at least {most}, the tokens of a request, got {capacity}"
+        )
 
 
 def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:

@@ -94,6 +94,12 @@ def slot_count(pool: Any) -> int:
     return sizes.pop()
 
 
+def capacity(pools: Any) -> int | None:
+    """Tokens that a slot has room for: the least `capacity` among the nodes of a tree of pools; None for no bound."""
+    found = jax.tree.leaves(pools, is_leaf=lambda x: hasattr(x, "capacity"))
+    return min((x.capacity for x in found if hasattr(x, "capacity")), default=None)
+
+
 def check_slots(
     name: str,
     slots: Any,

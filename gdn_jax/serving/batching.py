@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.serving.arguments import slot_count
+from gdn_jax.serving.arguments import capacity, slot_count
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
 from gdn_jax.serving.states import GRID
 from gdn_jax.shapes import check_whole
@@ -64,7 +64,8 @@ class Server:
     Args:
       prefill, decode: a model; pure functions, which are compiled once. -1 among the slots is padding.
       params: the model's parameters, the functions' first argument.
-      pools: the model's pools, a pytree of arrays [slots, ...]. They are donated: the server owns them from now on.
+      pools: the model's pools, a pytree of arrays [slots, ...]. They are donated: the server owns them from now on. A
+        node of the tree may have a `capacity`, the tokens that a slot has room for, as the pools of attention have.
       max_batch: requests that run at once, at most as many as there are slots.
       max_waiting: requests that may wait.
       prefill_tokens: tokens of prompts in a step, at least 64. Longer prompts come in pieces, which end on multiples
@@ -95,6 +96,7 @@ class Server:
             check_whole("vocab_size", vocab_size, 1, TOKENS)
         self._tokens = vocab_size or TOKENS
         self._prefill, self._decode, self._params = prefill, decode, params
+        self._capacity = capacity(pools)
         self._state = _State(pools, jnp.zeros(slots, jnp.int32))
         self._free = deque(range(slots))
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
@@ -113,7 +115,7 @@ class Server:
 
         Args:
           prompt: at least one token.
-          num_tokens: how many to append at most.
+          num_tokens: how many to append at most. All but the last have room in a slot, with the prompt.
           stop_token: the request ends with this token.
 
         Returns:
@@ -131,6 +133,11 @@ class Server:
         if (wrong := tokens[(tokens < 0) | (tokens >= self._tokens)]).size:
             raise ValueError(f"prompt: expected tokens from 0 to {self._tokens - 1}, got {wrong[0]}")
         check_whole("num_tokens", num_tokens, 1)
+        if self._capacity is not None and len(tokens) + num_tokens - 1 > self._capacity:
+            raise ValueError(
+                f"num_tokens: expected a prompt and num_tokens - 1 tokens to fit the pools' capacity of "
+                f"{self._capacity} tokens, got {len(tokens)} + {num_tokens} - 1 = {len(tokens) + num_tokens - 1}"
+            )
         if stop_token is not None:
             check_whole("stop_token", stop_token, 0, self._tokens - 1)
         if len(self._waiting) >= self._max_waiting:

@@ -111,7 +111,7 @@ def put_slots(pool: Any, slots: Indices, rows: Any, *, null_slot: int | None = N
     Args:
       pool: an array or a pytree of arrays [slots, ...], also a `RingPool`.
       slots: [N] integers, no slot twice; -1 and null_slot are padding.
-      rows: the same pytree of arrays [N, ...].
+      rows: the same pytree of arrays [N, ...], in the pool's dtypes.
       null_slot: a slot that is never written.
 
     Raises:
@@ -147,7 +147,11 @@ def _check_rows(pool, rows, N: int) -> None:
     if arrays != got:
         raise ValueError(f"rows: expected the pool's tree {arrays}, got {got}")
     for (path, x), y in zip(jax.tree.leaves_with_path(pool), jax.tree.leaves(rows), strict=True):
-        check_array(f"rows{jax.tree_util.keystr(path)}", y, (N, *x.shape[1:]), "N, ...")
+        name = f"rows{jax.tree_util.keystr(path)}"
+        check_array(name, y, (N, *x.shape[1:]), "N, ...")
+        want, got = (jax.dtypes.canonicalize_dtype(z.dtype) for z in (x, y))
+        if want != got:
+            raise ValueError(f"{name}: expected the pool's dtype {want}, got {got}")
 
 
 def _put(pool, slots, rows, null_slot):
