@@ -224,6 +224,74 @@ def test_prompts(batch_invariant):
     assert np.isnan(got_o)[:, owner == 3].any() and np.isnan(got_pool)[x["read_slots"][3]].any()
 
 
+POOLS = {
+    "states": lambda states: states,
+    "states in bfloat16": lambda states: states.astype(jnp.bfloat16),
+    "ring": lambda states: serving.make_ring_pool(states, num_key_heads=1, length=3),
+    "ring of bytes": lambda states: serving.make_ring_pool(
+        serving.make_byte_states(states), num_key_heads=1, length=3
+    ),
+    "ring of floats": lambda states: serving.make_ring_pool(
+        serving.make_byte_states(states, dtype="float8_e4m3fn"), num_key_heads=1, length=3, trees=True
+    ),
+    "ring of channels": lambda states: serving.make_ring_pool(
+        states, num_key_heads=1, length=3, channels=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", harness.tiers(POOLS, quick=("states", "ring of bytes")))
+def test_a_slot_of_a_request_with_a_nan_is_used_again(kind):
+    """The next request in that slot has the bits that it has in a new pool: a prompt, tokens that fill a ring,
+    drafts and the short convolution. Another request of the batch keeps its bits all the time."""
+    rng, by_channels = np.random.default_rng(0), kind == "ring of channels"
+    q, k, v = (rng.standard_normal((1, 24, 1, 4)).astype(np.float32) for _ in range(3))
+    gates = -np.abs(rng.standard_normal((1, 24, 1, 4) if by_channels else (1, 24, 1))).astype(np.float32)
+    beta, x = np.full((1, 24, 1), 0.5, np.float32), rng.standard_normal((1, 24, 3)).astype(np.float32)
+    cu, fresh = np.array([0, 5, 12]), np.zeros(2, bool)
+
+    @jax.jit
+    def serve(pool, windows, spoil):
+        """Both requests, with NaN added to all tokens of the first one."""
+        bad = jnp.where((jnp.arange(24) < 5) | (jnp.arange(24) % 2 == 0) & (jnp.arange(24) > 11), spoil, 0)
+
+        def spoilt(y):
+            return y + bad.reshape(1, 24, *(1,) * (y.ndim - 2))
+
+        tokens, inputs = tuple(map(spoilt, (q, k, v, gates, beta))), spoilt(x)
+        weight = jnp.ones((3, 4))
+        at = dict(read_slots=np.array([4, 2]))
+        prompt, results = dict(has_initial_state=fresh, **at), []
+        o, pool = serving.prefill(*tokens, cu, pool, use_qk_l2norm=True, **prompt)
+        y, windows = serving.causal_conv1d(inputs, cu, windows, weight, **prompt)
+        results += [(o[0, :5], y[0, :5]), (o[0, 5:12], y[0, 5:12])]
+        own = dict(A_log=jnp.zeros(1), dt_bias=jnp.zeros((1, 4) if by_channels else 1))
+        for t in (12, 14, 16):
+            of_token = (y[0, t : t + 2] for y in tokens)
+            o, pool = serving.decode(*of_token, pool, **own, **at)
+            y, windows = serving.causal_conv1d_update(inputs[0, t : t + 2], windows, weight, **at)
+            results.append((o, y))
+        drafts = (jnp.moveaxis(y[0, 18:22].reshape(2, 2, *y.shape[2:]), 0, 1) for y in tokens)
+        slots = np.array([[4, 3], [2, 5]])
+        accepted = dict(num_accepted_tokens=np.ones(2, np.int32))
+        own_slots = slots if kind.startswith("states") else slots[:, 0]
+        o, pool = serving.verify(*drafts, pool, state_slots=own_slots, **accepted, **own)
+        both = jnp.moveaxis(inputs[0, 18:22].reshape(2, 2, 3), 0, 1)
+        y, windows = serving.causal_conv1d_verify(both, windows, weight, state_slots=slots, **accepted)
+        return [*results, (o, y)], pool, windows
+
+    new = POOLS[kind](jnp.zeros((6, 1, 4, 4))), jnp.zeros((6, 3, 3))
+    want, spoilt = serve(*new, np.float32(0)), serve(*new, np.float32(np.nan))
+    assert all(np.isnan(y).any() for y in spoilt[0][0]), "the request itself"
+    for good, bad in zip(want[0][1:], spoilt[0][1:], strict=True):
+        neighbour = slice(None) if good[0].shape[0] == 7 else 1
+        for a, b in zip(good, bad, strict=True):
+            assert_same_bits(np.asarray(a)[neighbour], np.asarray(b)[neighbour], "the neighbour")
+    again = serve(*spoilt[1:], np.float32(0))
+    for a, b in zip(jax.tree.leaves(want[0]), jax.tree.leaves(again[0]), strict=True):
+        assert_same_bits(np.asarray(a), np.asarray(b), "the next request")
+
+
 @pytest.mark.slow
 @bad_numbers
 @pytest.mark.parametrize("kind", ["states", "ring"])

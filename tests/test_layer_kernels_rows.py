@@ -275,6 +275,7 @@ def layer_of_one_product(small, monkeypatch, hidden: int, parts: int, heads: int
     that it took."""
     draw, D = draws(1), 3 * 64 * heads
     sizes = dict(num_heads=heads, head_dim=64, gate="lower_bound", gate_rank=None, output_gate_rank=None)
+    sizes["norm_eps"] = 0.1  # another one than the norm before it has
     x, y = draw(1, 1, hidden), draw(parts, 1, hidden)
     cache = RecurrentCache(draw(1, D, 3), draw(1, heads, 64, 64))
     plain, layer = (
@@ -378,6 +379,26 @@ def test_a_layer_of_latents(small):
     close(fused_oracle.wide(after.k), new.k, "k", 4)
     close(fused_oracle.wide(after.v), new.v, "v", 4)
     assert new.length == after.length
+
+
+def test_tokens_of_latents():
+    """Several tokens of a copy for one row are turned by their own positions, with a cache before them."""
+    config = LatentAttentionConfig(2, 4, 4, 6, 5, q_rank=None, rope_theta=100.0)
+    plain, layer = (LatentAttention(16, config, rngs=nnx.Rngs(0)) for _ in range(2))
+    for names in inference.GROUPS:
+        group_projections(layer, names)
+    layer.read_by_rows()
+    rng, norm = np.random.default_rng(0), RMSNorm(16)
+    x, y = (rng.standard_normal((2, 3, 16)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((2, 8, 1, width)).astype(np.float32) for width in plain.cache_widths)
+
+    @jax.jit
+    def both(x, y, k, v):
+        cache = FixedAttentionCache(k, v, jnp.array([4, 1]))
+        return [from_stream(part, norm, x, y, cache=cache) for part in (plain, layer)]
+
+    for want, got in zip(*map(jax.tree.leaves, both(x, y, k, v)), strict=True):
+        np.testing.assert_allclose(want, got, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,14 +1,20 @@
 """A served model with latent attention and a window: prompts in pieces, a token, drafts that are accepted or not."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from gdn_jax import ops
 from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig
+from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import LatentAttentionConfig
 from gdn_jax.models.served import ServedModel
+from gdn_jax.models.served_layers import Attending
 
 CONFIG = ModelConfig(
     vocab_size=19,
@@ -72,3 +78,78 @@ def test_pieces_a_token_and_drafts_give_the_likeliest_tokens():
             np.testing.assert_array_equal(row[: n + 1], right[start : start + n + 1])
         accepted = np.array(good) + 1
         have = have + accepted
+
+
+HYBRID = dataclasses.replace(CONFIG, num_layers=3, layer_types=("gated_delta_net", *CONFIG.layer_types))
+SLOTS, CAPACITY = 130, 6  # more slots than int8 counts
+
+
+@functools.cache
+def hybrid():
+    """A model, and a program with a call of each kind: two pieces of prompts, a token of each, two drafts of each."""
+    server = ServedModel(LanguageModel(HYBRID, rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def serve(params, pools, cu_seqlens, drafts, accepted):
+        tokens, none = jnp.arange(9)[None], np.zeros(3, bool)
+        first, pools = server.prefill(params, tokens, cu_seqlens, drafts[:, 0], none, pools)
+        second, pools = server.decode(params, first, drafts[:, 0], pools)
+        third, pools = server.verify(params, jnp.stack([second, first], 1), drafts, accepted, pools)
+        return (first, second, third), pools
+
+    return server, serve
+
+
+def served(lengths, dtype=np.int32):
+    """Tokens of two requests with such prompts, and of one that is padding; the pools behind them."""
+    server, serve = hybrid()
+    offsets = np.cumsum([0, *lengths, 0])
+    numbers = offsets, np.array([[5, 100], [7, 2], [-1, -1]]), np.ones(3)
+    return serve(
+        server.params, server.make_pools(SLOTS, capacity=CAPACITY), *(x.astype(dtype) for x in numbers)
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int8, *(pytest.param(x, marks=pytest.mark.slow) for x in (np.uint8, np.uint32))]
+)
+def test_slots_lengths_and_offsets_of_narrow_integers(dtype):
+    """The same bits as with int32. The largest unsigned number is padding, too."""
+    for want, got in zip(*(jax.tree.leaves(served((3, 2), kind)) for kind in (np.int32, dtype)), strict=True):
+        np.testing.assert_array_equal(want, got)
+
+
+def test_tokens_beyond_the_capacity_are_none():
+    """A token is -1 where there is no room for all before it; the other request does not notice."""
+    (want, _), (beyond, _), (last, _) = (served((2, length)) for length in (2, 7, 4))
+    for right, wrong in zip(want, beyond, strict=True):
+        right, wrong = np.asarray(right), np.asarray(wrong)
+        assert (right >= 0).all() and (wrong[1] == -1).all()
+        np.testing.assert_array_equal(right[0], wrong[0])
+    assert (last[2][1] < 0).tolist() == [False, True]  # the last draft alone has no room
+
+    server, _ = hybrid()
+    pools = server.make_pools(2, capacity=CAPACITY)
+    with pytest.raises(
+        ValueError, match="pools: expected a capacity of at least 7, the tokens of a request, got 6"
+    ):
+        known = np.array([0, 7]), np.array([1]), np.zeros(1, bool)
+        jax.eval_shape(lambda: server.prefill(server.params, jnp.zeros((1, 9), jnp.int32), *known, pools))
+    for options, message in (
+        (dict(capacity=0), "capacity: expected at least 1, got 0"),
+        (dict(slots=-1, capacity=3), "slots: expected at least 1, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            server.make_pools(**{"slots": 2} | options)
+
+
+def test_tokens_beyond_the_capacity_are_an_error_in_debug(monkeypatch):
+    monkeypatch.setattr(ops, "debug_checks_are_on", lambda: True)
+    mixer = Attention(8, AttentionConfig(1, 1, 4), rngs=nnx.Rngs(0))
+    pool = Attending().make_pool(mixer, 3, np.float32, None, 2)
+    decode = jax.jit(lambda x, slots, pool: Attending().decode(mixer, x, pool, slots)[1])
+    token = np.ones((2, 1, 8), np.float32), np.array([1, -1])
+    pool = decode(*token, decode(*token, pool))
+    with pytest.raises(Exception, match="pools: expected a capacity of at least 3"):
+        jax.block_until_ready(decode(*token, pool))
+        jax.effects_barrier()

@@ -175,6 +175,7 @@ def test_narrow_slots_in_every_operation():
     at, one_slot = np.array([[100, 7]], np.int8), np.array([100], np.int8)
     spans = dict(state_slots=at, num_accepted_tokens=np.ones(1, np.int8))
     ring = serving.make_ring_pool(jnp.asarray(pool), num_key_heads=HK, length=150)
+    layers = np.repeat(pool[:, None], 130, 1)  # more than int8 counts
     windows = np.random.default_rng(0).standard_normal((200, 5, 3)).astype(np.float32)
     inputs, weight = np.ones((1, 5), np.float32), np.ones((5, 4), np.float32)
     calls = (
@@ -183,10 +184,14 @@ def test_narrow_slots_in_every_operation():
         (serving.verify, (*x.tokens, ring), x.gates | spans | dict(state_slots=one_slot)),
         (serving.prefill, (*row, jnp.array([0, 2], jnp.int8), pool), dict(read_slots=one_slot)),
         (serving.causal_conv1d_update, (inputs, windows, weight), dict(read_slots=one_slot)),
+        (serving.decode, (*one(x), layers), dict(x.gates, read_slots=one_slot, layer=np.array(2, np.int8))),
     )
     for f, args, options in calls:
         options = {name: jnp.asarray(y) for name, y in options.items()}
-        wide = {name: y.astype(jnp.int32) if "slots" in name else y for name, y in options.items()}
+        wide = {
+            name: y.astype(jnp.int32) if "slots" in name or name == "layer" else y
+            for name, y in options.items()
+        }
         narrow, (o, new) = compiled(f)(*args, **options), compiled(f)(*args, **wide)
         assert np.asarray(o).any()
         for got, want in zip(jax.tree.leaves(narrow), jax.tree.leaves((o, new)), strict=True):

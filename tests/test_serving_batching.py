@@ -11,6 +11,7 @@ from flax import nnx
 
 from gdn_jax import serving
 from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.served import ServedModel
 
 CONFIG = ModelConfig(
@@ -101,7 +102,8 @@ def test_every_request_gets_what_generate_gives(ring):
 
 
 def test_pieces_of_prompts_end_on_multiples_of_64():
-    """Of 100 tokens a step a prompt of 70 leaves 30, no piece of one of 150: of that come 64, then the rest."""
+    """Of 100 tokens a step a prompt of 70 leaves 30, no piece of one of 150: of that come 64, then the rest. A short
+    prompt does not overtake the long one."""
     lengths = []
 
     def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
@@ -109,13 +111,29 @@ def test_pieces_of_prompts_end_on_multiples_of_64():
         return jnp.zeros(slots.shape, jnp.int32), pools
 
     server = serving.Server(
-        prefill, lambda *x: (x[1], x[3]), None, jnp.zeros((2, 1)), max_batch=2, prefill_tokens=100
+        prefill, lambda *x: (x[1], x[3]), None, jnp.zeros((3, 1)), max_batch=3, prefill_tokens=100
     )
-    server.submit([1] * 70, 1)
-    server.submit([1] * 150, 1)
+    for length in (70, 150, 5):
+        server.submit([1] * length, 1)
     server.run()
     jax.effects_barrier()
-    assert lengths == [[70], [64], [86]]
+    assert lengths == [[70], [64, 5], [86]]
+
+
+def test_a_request_beyond_the_capacity_is_refused():
+    """Of the pool with the least room, of one kind or another; the last new token needs none."""
+    pools = {
+        name: FixedAttentionCache(np.zeros((3, S, 1, 1)), np.zeros((3, S, 1, 1)), np.zeros(3, np.int32))
+        for name, S in (("a", 30), ("b", 20))
+    }
+    server = serving.Server(*recording({}), None, (np.zeros((3, 1)), pools), max_batch=1)
+    message = r"num_tokens: expected a prompt .* capacity of 20 tokens, got 10 \+ 12 - 1 = 21"
+    with pytest.raises(ValueError, match=message):
+        server.submit([1] * 10, 12)
+    for length, number in ((21, 1), (1, 10**30)):
+        with pytest.raises(ValueError, match="num_tokens: expected a prompt"):
+            server.submit([1] * length, number)
+    assert server.submit([1] * 10, 11) == 1 and server.submit([1] * 20, 1) == 2
 
 
 def test_the_queue_is_bounded():

@@ -324,9 +324,19 @@ def test_copies_and_stored_rows():
         (row, r"rows: expected shape \[N, ...\] = \[3, 4, 8, 6\], got \[1, 4, 8, 6\]"),
         (row[0], r"rows: expected shape"),
         ({"a": row}, "rows: expected the pool's tree"),
+        (np.zeros(POOL[SLOTS].shape, np.int32), "rows: expected the pool's dtype float32, got int32"),
     ):
         with pytest.raises(ValueError, match=message):
             serving.put_slots(fresh(POOL), SLOTS, rows)
+    states = jnp.asarray(POOL)
+    eight_bits, floats = (
+        serving.make_ring_pool(serving.make_byte_states(states, dtype=dtype), num_key_heads=1)
+        for dtype in ("int8", "float8_e4m3fn")
+    )
+    with pytest.raises(
+        ValueError, match=r"rows\.state\.codes: expected the pool's dtype int8, got float8_e4m3fn"
+    ):
+        serving.put_slots(eight_bits, SLOTS, jax.tree.map(lambda x: x[SLOTS], floats))
     with pytest.raises(ValueError, match=r"rows\['h'\]: expected shape"):
         serving.put_slots({"h": fresh(POOL)}, SLOTS, {"h": row})
     with pytest.raises(ValueError, match="null_slot: expected -1 to 7, got 8"):

@@ -185,6 +185,20 @@ def test_checkpoints(kind):
     assert_same_bits(new[5], new[16], "a checkpoint at the end is the final state")
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, pytest.param(np.uint32, marks=pytest.mark.slow)])
+def test_checkpoints_of_narrow_offsets(dtype):
+    """Numbers of chunks are counted in int32, whatever the dtype of the offsets."""
+    x, pool = tokens(), draw_pool(20)
+    row, keep = tuple(y[:, :127] for y in x), np.array([[8], [9]])
+    C = 128 if dtype == np.int8 else 64  # more than int8 holds
+    call = compiled(serving.prefill, checkpoint_every=C, chunk_size=C)
+    at = dict(read_slots=READ[:2], checkpoint_slots=keep)
+    cu = np.array([0, 50, 127])
+    want, got = (call(*row, jnp.asarray(cu.astype(kind)), pool, **at) for kind in (np.int32, dtype))
+    for a, b in zip(want, got, strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.slow
 def test_a_ring_is_empty_afterwards():
     """Prefill goes on from the present state of a ring that decode has filled in part, and leaves none of it."""

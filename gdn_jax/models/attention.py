@@ -22,8 +22,8 @@ class AttentionCache(NamedTuple):
     """Keys and values of the tokens that an attention layer has seen. A pytree.
 
     Row b has its tokens in the first `length[b]` of S slots, without padding. What the other slots hold does not
-    matter, as long as it is finite: it is multiplied by 0. A call with this cache returns one with as many more slots
-    as the call has tokens.
+    matter as long as it is finite: a weight of 0 times NaN is NaN. After a NaN a row needs a new cache. A call with
+    this cache returns one with as many more slots as the call has tokens.
 
     Fields:
       k, v: normalised and rotated keys, and values [B, S, Hkv, D], in the compute dtype.

@@ -15,7 +15,7 @@ from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.served_layers import LayerPools, kind_of
 from gdn_jax.serving.slots import Indices
-from gdn_jax.shapes import check_whole, widened
+from gdn_jax.shapes import check_whole
 
 __all__ = ["LayerPools", "ServedModel", "slot_bytes"]
 
@@ -91,7 +91,8 @@ class ServedModel:
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].prefill(mixer, x, pools[i], cu_seqlens, slots, has_initial_state)
 
-        return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(widened(cu_seqlens)[1:] - 1, 0)])
+        ends = jnp.asarray(cu_seqlens, jnp.int32)[1:]  # wide: what is less than 0 wraps in unsigned numbers
+        return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(ends - 1, 0)])
 
     def decode(
         self, params: Any, tokens: Int[Array, " B"], slots: Indices, pools: tuple

@@ -57,7 +57,7 @@ def causal_conv1d(
     check_sequences(cu_seqlens, x.shape[1], has_initial_state)
     at = At(read_slots, write_slots, layer, has_initial_state)
     at.check(windows, "N", cu_seqlens.shape[0] - 1)
-    tokens = Channels(x, weight, bias, cu_seqlens)
+    tokens = Channels(x, weight, bias, cu_seqlens.astype(np.int32))  # which may be narrow or unsigned
     y, windows = shards.leave_to_xla(("prefill", activation), windows, tokens, at)
     return y, windows.arrays
 

@@ -96,6 +96,7 @@ def prefill(
     at = At(read_slots, write_slots, layer, has_initial_state, checkpoint_slots)
     memory.check(dims, layer)
     check_sequences(cu_seqlens, dims.T, has_initial_state)
+    tokens = tokens._replace(cu_seqlens=cu_seqlens.astype(np.int32))  # which may be narrow or unsigned
     at.check(memory, "N", dims.N)
     ops.check_chunk_size(chunk_size)
     if (checkpoint_every is None) != (checkpoint_slots is None):

@@ -37,7 +37,8 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, slots: Indices, pool: Any, null_slot: int | None = None, layer: Any = None) -> "Address":
-        """Address of slots by numbers of any integer dtype."""
+        """Address of slots, and of a layer, by numbers of any integer dtype."""
+        layer = widened(layer) if hasattr(layer, "dtype") else layer
         slots, size = widened(jnp.asarray(slots)), slot_count(pool)
         is_slot = (slots >= 0) & (slots < size)
         if null_slot is not None:

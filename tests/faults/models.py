@@ -234,4 +234,29 @@ FAULTS = (
         "if True:\n        kda, full",
         "tests/test_hf_latent.py::test_what_kimi_linear_reads_and_what_it_cannot_write",
     ),
+    Fault(
+        "tokens of latent attention are turned by the position of the first",
+        "q, k, v = self._heads_of(q, kv, cache.length[:, None] + jnp.arange(T), q_b)",
+        "q, k, v = self._heads_of(q, kv, cache.length[:, None], q_b)",
+        "tests/test_layer_kernels_rows.py::test_tokens_of_latents",
+    ),
+    Fault(
+        "one kernel's token has the epsilon of the stream for its output",
+        'delta_layer.Options(eps, self.o_norm.eps, "sigmoid")',
+        'delta_layer.Options(eps, eps, "sigmoid")',
+        "tests/test_layer_kernels_rows.py::test_a_layer_in_one_kernel",
+    ),
+    Fault(
+        "slots of attention layers are read in their own dtype",
+        "begins, counts, at = cu_seqlens[:-1], jnp.diff(cu_seqlens), Address.of(slots, pool)",
+        "begins, counts = cu_seqlens[:-1], jnp.diff(cu_seqlens)\n"
+        "        at = Address(jnp.where(slots < 0, len(pool.length), slots), None, jnp.asarray(slots >= 0))",
+        "tests/test_served_attention.py::test_slots_lengths_and_offsets_of_narrow_integers",
+    ),
+    Fault(
+        "a token that has no room is the first one",
+        "return jnp.where(is_number, likeliest, -1), new or ()",
+        "return likeliest, new or ()",
+        "tests/test_served_attention.py::test_tokens_beyond_the_capacity_are_none",
+    ),
 )

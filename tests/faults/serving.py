@@ -106,6 +106,36 @@ FAULTS = (
         "tests/test_serving_batching.py::test_the_queue_is_bounded",
     ),
     Fault(
+        "short prompts overtake a long one",
+        "if left and not length:\n                break\n",
+        "if left and not length:\n                continue\n",
+        "tests/test_serving_batching.py::test_pieces_of_prompts_end_on_multiples_of_64",
+    ),
+    Fault(
+        "a request takes a token more than a slot holds",
+        "len(tokens) + num_tokens - 1 > self._capacity:",
+        "len(tokens) + num_tokens - 1 > self._capacity + 1:",
+        "tests/test_serving_batching.py::test_a_request_beyond_the_capacity_is_refused",
+    ),
+    Fault(
+        "rows of another dtype are stored",
+        "        if want != got:\n            raise ValueError(f\"{name}: expected the pool's dtype",
+        "        if False:\n            raise ValueError(f\"{name}: expected the pool's dtype",
+        "tests/test_serving_errors.py::test_copies_and_stored_rows",
+    ),
+    Fault(
+        "chunks of prompts are counted in the dtype of the offsets",
+        "tokens = tokens._replace(cu_seqlens=cu_seqlens.astype(np.int32))",
+        "tokens = tokens._replace(cu_seqlens=cu_seqlens)",
+        "tests/test_serving_prompts.py::test_checkpoints_of_narrow_offsets",
+    ),
+    Fault(
+        "a new request multiplies what is left of the last one by 0",
+        "initial = jnp.where(at.has_initial_state[:, None, None, None], initial, 0)",
+        "initial = initial * at.has_initial_state[:, None, None, None]",
+        "tests/test_isolation.py::test_a_slot_of_a_request_with_a_nan_is_used_again",
+    ),
+    Fault(
         "an uneven ring forgets its last draft",
         "added = T if num_tokens is None else num_tokens.astype(jnp.int32)",
         "added = T if num_tokens is None else jnp.maximum(num_tokens.astype(jnp.int32) - 1, 0)",
