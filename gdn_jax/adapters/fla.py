@@ -154,6 +154,8 @@ def fused_recurrent_gated_delta_rule(
         raise NotImplementedError("beta: expected shape [B, T, HV], one strength a head, got one a channel")
     if beta is None and use_beta_sigmoid_in_kernel:
         raise ArgumentError("beta", "an array with use_beta_sigmoid_in_kernel", "None")
+    check_array("q", q, (None,) * 4, "B, T, H, K")
+    check_array("v", v, (None,) * 4, "B, T, HV, V")
     for name, x, width in (("g", g, ()), ("gk", gk, q.shape[-1:])):  # their sum would broadcast
         if x is not None:
             check_array(name, x, (*v.shape[:-1], *width), "B, T, HV, K" if width else "B, T, HV")

@@ -18,7 +18,17 @@ from jaxtyping import Array, Float
 from gdn_jax import gated_delta_rule, gated_delta_step
 from gdn_jax.adapters.arguments import named
 from gdn_jax.parallel import context
-from gdn_jax.shapes import Keys, LogDecay, Outputs, Queries, States, Strength, Values, check_array
+from gdn_jax.shapes import (
+    Keys,
+    LogDecay,
+    Outputs,
+    Queries,
+    States,
+    Strength,
+    Values,
+    check_array,
+    check_floating,
+)
 
 NAMES = {"q": "query", "k": "key", "v": "value", "use_qk_l2norm": "use_qk_norm_in_gdn"}
 """MaxText's names of our arguments."""
@@ -66,6 +76,9 @@ def jax_chunk_gated_delta_rule(
                 f"cp_axis: expected one mesh axis over which tokens are split, got {names}"
             )
         rule = partial(context.gated_delta_rule, axis_name=names[0])
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_array(name, x, (None,) * 4, "B, T, heads, width")
+        check_floating(name, x)
     q, k, v = (x.astype(compute_dtype) for x in (query, key, value))
     with named(**NAMES):
         o, final_state = rule(
@@ -111,6 +124,9 @@ def jax_ar_gated_delta_rule(
         ("beta", beta, "B, 1, HV"),
     ):  # tokens behind the first would not be read
         check_array(name, x, tuple(1 if letter == "1" else None for letter in letters.split(", ")), letters)
+        check_floating(name, x)
+    check_array("initial_state", initial_state, (None,) * 4, "B, HV, K, V")
+    check_floating("initial_state", initial_state)
     q, k, v = (x[:, 0].astype(compute_dtype) for x in (query, key, value))
     state = initial_state.astype(jnp.float32)
     with named(**NAMES, state="initial_state"):
