@@ -13,6 +13,7 @@ from gdn_jax import serving
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.served import ServedModel
+from gdn_jax.serving import batching
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -281,8 +282,6 @@ def test_indices_are_never_written_to_again():
 
     prefill, decode = recording({})
     server = serving.Server(prefill, decode, None, jnp.full(3, 9), max_batch=2, prefill_tokens=64)
-    from gdn_jax.serving import batching
-
     names = ("_run_prefill", "_run_decode")
     originals = {name: getattr(batching, name) for name in names}
     with pytest.MonkeyPatch.context() as patch:
@@ -312,6 +311,60 @@ def test_the_same_batches_have_the_same_bits():
         states.append(jax.tree.leaves(server._state))
     for a, b in zip(*states, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "read", "put_slots"])
+def test_an_interrupted_step_loses_nothing(where, monkeypatch):
+    """As Ctrl-C does while a program is compiled or its tokens are waited for: the next steps go on from there."""
+    interruptions = []
+
+    def interrupted(f):
+        def once(*args):
+            if not interruptions:
+                interruptions.append(where)
+                raise KeyboardInterrupt
+            return f(*args)
+
+        return once
+
+    calls = dict(zip(("prefill", "decode"), recording({}), strict=True))
+    calls |= {where: interrupted(calls[where])} if where in calls else {}
+    server = serving.Server(*calls.values(), None, jnp.full(3, 9), max_batch=2, prefill_tokens=64)
+    if where == "read":
+        monkeypatch.setattr(server, "_read", interrupted(server._read))
+    if where == "put_slots":
+        monkeypatch.setattr(batching, "put_slots", interrupted(batching.put_slots))
+    numbers, got = {server.submit([1] * length, 4): length for length in (70, 3)}, {}
+    for step in range(12):
+        if step == 2:
+            server.preempt(min(server.occupied.values()))
+        try:
+            got |= server.step()
+        except KeyboardInterrupt:
+            pass
+    assert interruptions and len(server._free) == 3 and got.keys() == numbers.keys()
+    for number, total in numbers.items():
+        for token in got[number]:
+            assert token == total % 7
+            total += token
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_model_whose_tokens_are_none():
+    prefill, decode = recording({})
+    for wrong, message in (
+        (lambda x: x / 2, "tokens: expected an integer dtype, got float32"),
+        (lambda x: x[:, None], r"tokens: expected shape \[.\] = \[1\], got \[1, 1\]"),
+    ):
+        spoilt = [
+            lambda *args, f=f, wrong=wrong: (lambda new, pools: (wrong(new), pools))(*f(*args))
+            for f in (prefill, decode)
+        ]
+        for name, functions in (("prefill", (spoilt[0], decode)), ("decode", (prefill, spoilt[1]))):
+            server = serving.Server(*functions, None, jnp.zeros(3, jnp.int32), max_batch=1)
+            server.submit([1], 2)
+            with pytest.raises(ValueError, match=f"{name}'s {message}"):
+                server.run()
 
 
 @pytest.mark.usefixtures("no_type_checks")

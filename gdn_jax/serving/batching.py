@@ -2,7 +2,8 @@
 
 The device never waits for the host: the token that a request needs next stays on the device, in the slot of the
 request, and results are read one step late. Every array of indices that a program is given is a new one that nobody
-writes to again, since the device may read it long after the call.
+writes to again, since the device may read it long after the call. A request counts what a program was given after
+that program has started, so a step that is interrupted before loses nothing.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.serving.arguments import capacity, slot_count
+from gdn_jax.serving.arguments import capacity, check_integers, slot_count
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
 from gdn_jax.serving.states import GRID
 from gdn_jax.shapes import check_whole
@@ -158,7 +159,8 @@ class Server:
         self._start_prompts()
         self._start_tokens()
         for _ in range(started):
-            self._read(*self._unread.popleft())
+            self._read(*self._unread[0])
+            self._unread.popleft()
         finished, self._finished = self._finished, {}
         return finished
 
@@ -184,14 +186,14 @@ class Server:
 
     def _admit(self) -> None:
         while self._waiting and self._free and len(self._running) < self._max_batch:
-            request = (
-                self._waiting.popleft()
-            )  # one that lost its place finds it again, before tokens are read
-            request.slot = self._free.popleft()
-            if request.kept is not None:
-                self._state = put_slots(self._state, _indices([request.slot]), request.kept)
+            request, slot = self._waiting[0], self._free[0]
+            if request.kept is not None:  # one that lost its place finds it again, before tokens are read
+                self._state = put_slots(self._state, _indices([slot]), request.kept)
                 request.kept = None
+            request.slot = slot
             self._running.append(request)
+            self._waiting.popleft()
+            self._free.popleft()
 
     def _release(self, request: _Request) -> None:
         """Programs that use the slot again come after those that were started for this request."""
@@ -218,10 +220,9 @@ class Server:
         ends = np.cumsum([0] + [len(piece) for _, piece in rows] + [0] * padding)
         slots = [request.slot for request, _ in rows] + [-1] * padding
         goes_on = [request.seen > 0 for request, _ in rows] + [False] * padding
-        owners: list[_Request | None] = []
-        for request, piece in rows:
-            request.seen += len(piece)
-            owners.append(request if request.seen == len(request.prompt) else None)
+        owners: list[_Request | None] = [
+            request if request.seen + len(piece) == len(request.prompt) else None for request, piece in rows
+        ]
         ended = [slot if owner else -1 for slot, owner in zip(slots, owners + [None] * padding, strict=True)]
         new, self._state = _run_prefill(
             self._prefill,
@@ -230,6 +231,8 @@ class Server:
             _indices(tokens)[None],
             *map(_indices, (ends, slots, goes_on, ended)),
         )
+        for request, piece in rows:
+            request.seen += len(piece)
         self._count(new, owners)
 
     def _start_tokens(self) -> None:
@@ -272,6 +275,7 @@ def _run_prefill(
 ):
     """Only prompts that end in this step have a newest token."""
     new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools)
+    check_integers("prefill's tokens", new, slots.shape, "N")
     return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new))
 
 
@@ -279,4 +283,5 @@ def _run_prefill(
 def _run_decode(decode: Decode, state: _State, params, slots):
     at = Address.of(slots, state.newest)
     new, pools = decode(params, take(state.newest, at), slots, state.pools)
+    check_integers("decode's tokens", new, slots.shape, "B")
     return new, _State(pools, put(state.newest, at, new))

@@ -136,6 +136,12 @@ FAULTS = (
         "tests/test_isolation.py::test_a_slot_of_a_request_with_a_nan_is_used_again",
     ),
     Fault(
+        "tokens whose reading was interrupted are lost",
+        "            self._read(*self._unread[0])\n            self._unread.popleft()\n",
+        "            self._read(*self._unread.popleft())\n",
+        "tests/test_serving_batching.py::test_an_interrupted_step_loses_nothing",
+    ),
+    Fault(
         "an uneven ring forgets its last draft",
         "added = T if num_tokens is None else num_tokens.astype(jnp.int32)",
         "added = T if num_tokens is None else jnp.maximum(num_tokens.astype(jnp.int32) - 1, 0)",
