@@ -1,4 +1,7 @@
-"""Random illegal calls: one argument of a legal call is spoilt, and a ValueError or TypeError has to name it."""
+"""Random illegal calls: one argument of a legal call is spoilt, and a ValueError or TypeError has to name it.
+
+Integers of the legal call have any dtype that holds them.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +12,7 @@ import numpy as np
 
 import gdn_jax
 from gdn_jax import delta_chunk_states, delta_rule, delta_step, gated_delta_product, serving
+from gdn_jax.adapters import fla, maxtext, skyrl, tokamax
 
 B, T, HK, HV, K, V, SLOTS, N = 2, 5, 1, 2, 4, 3, 6, 2
 
@@ -126,6 +130,48 @@ def _conv_update() -> dict[str, Any]:
     return x | slots | dict(activation="silu", null_slot=None)
 
 
+def _conv_prefill() -> dict[str, Any]:
+    x = {name: y for name, y in _conv_update().items() if name != "x"}
+    return x | dict(
+        x=jnp.ones((1, T, 6)), cu_seqlens=np.array([0, 2, T]), has_initial_state=np.array([True, False])
+    )
+
+
+def _conv_verify() -> dict[str, Any]:
+    x = {name: y for name, y in _conv_update().items() if name not in ("x", "read_slots", "write_slots")}
+    names = ("state_slots", "num_accepted_tokens", "num_tokens", "parents")
+    return x | dict(x=jnp.ones((N, 2, 6))) | {name: _verify()[name] for name in names}
+
+
+def _fla() -> dict[str, Any]:
+    x = _packed()
+    names = ("q", "k", "v", "g", "beta", "scale", "initial_state", "cu_seqlens", "chunk_size")
+    return {name: x[name] for name in names}
+
+
+def _fla_recurrent() -> dict[str, Any]:
+    x = _fla() | dict(gk=-_ones(1, T, HV, K))
+    del x["chunk_size"]
+    return x
+
+
+def _tokamax() -> dict[str, Any]:
+    of_keys = _ones(HV, B, T, K)
+    x = dict(query=of_keys, key=of_keys, value=_ones(HV, B, T, V), gate=-of_keys, beta=_ones(HV, B, T))
+    return x | dict(initial_state=_ones(B, N, HV, K, V), segment_ids=np.ones((B, T), np.int32), scale=0.5,
+                    use_qk_l2norm=False, implementation="chunked")  # fmt: skip
+
+
+def _rows() -> dict[str, Any]:
+    x, names = _sequence(), dict(q="query", k="key", v="value")
+    kept = ("q", "k", "v", "g", "beta", "chunk_size", "initial_state")
+    return {names.get(name, name): x[name] for name in kept}
+
+
+def _skyrl() -> dict[str, Any]:
+    return _rows() | dict(segment_ids=np.zeros((B, T), np.int32))
+
+
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "gated_delta_rule": (gdn_jax.gated_delta_rule, _sequence),
     "gated_delta_rule, packed": (gdn_jax.gated_delta_rule, _packed),
@@ -151,6 +197,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "snapshot": (serving.snapshot, _flush),
     "accept": (serving.accept, _accept),
     "causal_conv1d_update": (serving.causal_conv1d_update, _conv_update),
+    "causal_conv1d, pool": (serving.causal_conv1d, _conv_prefill),
+    "causal_conv1d_verify": (serving.causal_conv1d_verify, _conv_verify),
+    "fla": (fla.chunk_gated_delta_rule, _fla),
+    "fla, recurrent": (fla.fused_recurrent_gated_delta_rule, _fla_recurrent),
+    "tokamax": (tokamax.kimi_delta_attention, _tokamax),
+    "skyrl": (skyrl.chunk_gated_delta_rule, _skyrl),
+    "maxtext": (maxtext.jax_chunk_gated_delta_rule, _rows),
     "decode, channels": (serving.decode, _decode_channels),
     "prefill, channels": (serving.prefill, _prefill_channels),
 }
@@ -171,12 +224,24 @@ WRONG: dict[str, tuple] = {
     "null_slot": ("0", 1.5, -5, SLOTS, SLOTS + 4, True, [0]),
     "dtype": ("x", np.int32, bool, 7),
     "lower_bound": ("x", 1.0, 0.0, [-1.0], 2j),
-    "rows": ({}, None, {"any": np.ones((1, 3))}, {"any": np.ones((N, 4))}, {"other": np.ones((N, 3))}, {"any": 1}),
+    "rows": ({}, None, {"any": np.ones((1, 3))}, {"any": np.ones((N, 4))}, {"other": np.ones((N, 3))}, {"any": 1},
+             {"any": np.ones((N, 3), np.int8)}),
 }  # fmt: skip
 SLOT_ARGUMENTS = ("slots", "read_slots", "write_slots", "state_slots", "from_slots", "to_slots")
 INTEGERS = (*SLOT_ARGUMENTS, "cu_seqlens", "segment_ids", "num_accepted_tokens", "num_tokens", "parents")
 MAY_BE_NONE = (
-    *("g", "beta", "erase", "write", "initial_state", "segment_ids", "cu_seqlens", "bias", "write_slots"),
+    *(
+        "g",
+        "gk",
+        "beta",
+        "erase",
+        "write",
+        "initial_state",
+        "segment_ids",
+        "cu_seqlens",
+        "bias",
+        "write_slots",
+    ),
     *("num_tokens", "parents", "has_initial_state", "scale", "implementation", "activation", "null_slot"),
 )
 
@@ -229,12 +294,20 @@ def _spoilt(name: str, x: Any, rng: np.random.Generator) -> Any:
                 return np.array([[0, 4, 2], [1, 2, T], [0, 2, T + 3], [0, -1, T]][rng.integers(4)])
             if name == "num_accepted_tokens":
                 return np.array([0, 9])
-            z = y.copy()
+            z = y.astype(np.int64) if y.dtype.kind == "u" else y.copy()
             z.flat[0] = rng.choice([SLOTS, SLOTS + 100, -7])
             if name in ("write_slots", "to_slots"):
                 z.flat[0] = rng.choice([z.flat[1], SLOTS])  # twice, or outside
             return z
     raise AssertionError
+
+
+def _narrowed(x: Any, rng: np.random.Generator) -> Any:
+    """Integers in a dtype of any width that holds them; all else as it is."""
+    if not isinstance(x, np.ndarray) or x.dtype.kind != "i":
+        return x
+    kinds = [np.int8, np.int16, np.int32, np.int64] + ([np.uint8, np.uint32] if (x >= 0).all() else [])
+    return x.astype(rng.choice(kinds))
 
 
 def illegal(seed: int, count: int) -> Iterator[tuple[str, list[str]]]:
@@ -243,7 +316,7 @@ def illegal(seed: int, count: int) -> Iterator[tuple[str, list[str]]]:
     while done < count:
         call = str(rng.choice(list(CALLS)))
         function, legal = CALLS[call]
-        arguments = legal()
+        arguments = {name: _narrowed(x, rng) for name, x in legal().items()}
         name = str(rng.choice(list(arguments)))
         bad = _spoilt(name, arguments[name], rng)
         if bad is NotImplemented or (bad is None and name in MAY_BE_NONE):

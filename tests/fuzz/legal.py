@@ -1,4 +1,4 @@
-"""Random legal calls of the rule and its family, compared with the float64 oracles.
+"""Random legal calls of the rule, its family and its adapters, compared with the float64 oracles.
 
 A program is drawn first: which function, which form, shapes, dtype, options, packing, and the transformation of JAX
 that it is called under. It is compiled once and called with several draws of values.
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gdn_jax
+from fuzz import adapters
 from gdn_jax.checks import family_oracle, oracle
 from gdn_jax.checks.accuracy import bound, cancelling
 from gdn_jax.checks.cases import DTYPES
@@ -23,6 +24,12 @@ PRIMALS = ("q", "k", "v", "g", "beta", "erase", "write", "initial_state")
 GRADIENT_OF = {name: "dh_0" if name == "initial_state" else f"d{name}" for name in PRIMALS}
 LIKE = {"derase": "dbeta", "dwrite": "dbeta"}
 """Whose bound a gradient of the family has."""
+
+ADAPTED = 0.15
+"""Share of the programs that are calls of `adapters`."""
+
+INTEGERS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
+"""Dtypes of offsets and ids."""
 
 LEAST = 0.25
 """Size below which an error is no longer relative: a sum of few terms may cancel to any size."""
@@ -47,6 +54,10 @@ class Program(NamedTuple):
     way: str
     mapped: tuple[str, ...]
     """Inputs that a vmap maps over."""
+    integers: str = "int32"
+    """Dtype of offsets and ids."""
+    steps: int = 0
+    """Steps of a product for each token; 0 for a rule of one."""
 
     @property
     def HO(self) -> int:
@@ -97,10 +108,8 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
     way = str(rng.choice(ways))
     given = [name for name in ("g", "beta", "initial_state") if rng.random() < 0.8]
     channels: list[str] = []
-    if way == "second" and dtype in (
-        "bfloat16",
-        "float16",
-    ):  # an oracle's derivative has none of their roundings
+    # The oracle's derivative has no roundings of 16 bits, and as a difference it is no better than 1e-10.
+    if way == "second":
         dtype = "float32"
     if family:
         given += [name for name in ("erase", "write") if rng.random() < 0.4]
@@ -120,8 +129,11 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
     K, V = (int(rng.choice([3, 4, 8, 9, 16] if not by_kernels else [8, 60, 64, 128])) for _ in "KV")
     mapped = tuple(name for name in given if rng.random() < 0.4) or (str(rng.choice(given)),)
     given.sort(key=PRIMALS.index)
+    integers = str(np.dtype(rng.choice([kind for kind in INTEGERS if np.iinfo(kind).max >= T])))
+    steps = int(rng.integers(1, 4)) if not family and not by_kernels and rng.random() < 0.25 else 0
     return Program(
-        family, dtype, B, T, N, (Hq, Hk, HV), K, V, packing, tuple(given), tuple(channels), options, way, mapped
+        family, dtype, B, T, N, (Hq, Hk, HV), K, V, packing, tuple(given), tuple(channels), options, way, mapped,
+        integers, steps,
     )  # fmt: skip
 
 
@@ -139,28 +151,28 @@ def draw_values(p: Program, rng: np.random.Generator) -> dict[str, Any]:
     def width(name, channels):
         return (channels,) if name in p.channels else ()
 
+    of_steps = (p.steps,) if p.steps else ()
     g = -np.logaddexp(0, normal(B, T, HO, *width("g", p.K))) / rng.choice([1, 16])
     g = np.where(rng.random(g.shape) < rng.choice([0, 0, 0.1]), rng.choice([0.0, -20.0, -np.inf]), g)
     state = (p.N, HO, p.K, p.V) if p.options["state_layout"] == "kv" else (p.N, HO, p.V, p.K)
     x = dict(
         q=unit(normal(B, T, Hq, p.K)).astype(low),
-        k=unit(normal(B, T, Hk, p.K)).astype(low),
-        v=normal(B, T, HV, p.V).astype(low),
+        k=unit(normal(B, T, *of_steps, Hk, p.K)).astype(low),
+        v=normal(B, T, *of_steps, HV, p.V).astype(low),
         g=g.astype(high),
         initial_state=normal(*state).astype(high),
     )
     for name, channels in (("beta", 0), ("erase", p.K), ("write", p.V)):
-        y = rng.random((B, T, HO, *width(name, channels)))
+        y = rng.random((B, T, *of_steps, HO, *width(name, channels)))
         x[name] = np.where(rng.random(y.shape) < rng.choice([0, 0.2]), 0, y).astype(high)
     x = {name: x[name] for name in p.given}
     if p.packing == "cu_seqlens":
         ends = np.sort(rng.integers(0, T + 1, p.N))
         if rng.random() < 0.5:
             ends[-1] = T
-        dtype = rng.choice([np.int32, np.int64, np.uint8, np.int16]) if p.way == "known" else np.int32
-        x["cu_seqlens"] = np.concatenate([[0], ends]).astype(dtype)
+        x["cu_seqlens"] = np.concatenate([[0], ends]).astype(p.integers)
     if p.packing == "segment_ids":
-        x["segment_ids"] = np.cumsum(rng.random((B, T)) < 0.2, axis=1).astype(np.int32) % 3
+        x["segment_ids"] = (np.cumsum(rng.random((B, T)) < 0.2, axis=1) % 3).astype(p.integers)
     x["do"], x["dh_T"] = normal(B, T, HO, p.V).astype(low), normal(*state).astype(high)
     return x
 
@@ -168,6 +180,7 @@ def draw_values(p: Program, rng: np.random.Generator) -> dict[str, Any]:
 def _call(p: Program) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The call as a function of its arrays by name."""
     function = gdn_jax.delta_rule if p.family else gdn_jax.gated_delta_rule
+    function = gdn_jax.gated_delta_product if p.steps else function
     options = dict(p.options)
     if options["scale"] == "array":
         options["scale"] = jnp.float32(0.6)
@@ -179,14 +192,42 @@ def truth(p: Program, x: dict[str, Any]) -> dict[str, Any]:
     options = {name: p.options[name] for name in ("use_qk_l2norm", "state_layout")}
     scale = p.options["scale"]
     options["scale"] = float(np.float32(0.6)) if scale == "array" else scale
-    x = x | {name: x[name].astype(np.int64) for name in ("cu_seqlens",) if name in x}
+    x = x | {name: x[name].astype(np.int64) for name in ("cu_seqlens", "segment_ids") if name in x}
+    if p.steps:
+        return _truth_of_steps(p.steps, x, options)
     return (family_oracle if p.family else oracle).evaluate(**x, **options)
+
+
+def _truth_of_steps(n: int, x: dict[str, Any], options: dict) -> dict[str, Any]:
+    """Outputs and gradients of a product: the rule of n tokens for each, of which the first decays and the last is
+    read."""
+    B, T = x["k"].shape[:2]
+    rows = {name: y.reshape(B, T * n, *y.shape[3:]) for name, y in x.items() if name in ("k", "v", "beta")}
+    for name, step in (("q", n - 1), ("do", n - 1), ("g", 0)):
+        if name in x:
+            rows[name] = np.zeros((B, T, n, *x[name].shape[2:]), x[name].dtype)
+            rows[name][:, :, step] = x[name]
+            rows[name] = rows[name].reshape(B, T * n, *x[name].shape[2:])
+    if "cu_seqlens" in x:
+        rows["cu_seqlens"] = x["cu_seqlens"] * n
+    if "segment_ids" in x:
+        rows["segment_ids"] = np.repeat(x["segment_ids"], n, 1)
+    found = oracle.evaluate(**x | rows, **options)
+    for name, step in (("o", n - 1), ("dq", n - 1), ("dg", 0)):
+        if found.get(name) is not None:
+            found[name] = found[name][:, step::n]
+    for name in ("dk", "dv", "dbeta"):
+        if found.get(name) is not None:
+            found[name] = found[name].reshape(B, T, n, *found[name].shape[2:])
+    return found
 
 
 def compare(p: Program, x: dict, expected: dict, got: dict, factor: float = 1.0) -> list[str]:
     """One line for each result that is wrong, saying how."""
     g = x.get("g")
-    cancels = cancelling(None if g is None else g if g.ndim == 3 else g.min(-1), x["k"]) or p.K < 8
+    k = x["k"] if x["k"].ndim == 4 else x["k"].reshape(*x["k"].shape[:3], -1)
+    # Of a product all steps but one of a token keep the whole state.
+    cancels = cancelling(None if g is None else g if g.ndim == 3 else g.min(-1), k) or p.K < 8 or p.steps > 1
     wrong = []
     for name, y in got.items():
         reference, y = np.asarray(expected[name]), np.asarray(y).astype(np.float64)
@@ -276,7 +317,9 @@ def _runners(p: Program) -> Callable[[dict], list[str]]:
         )
     elif p.way == "eager":
         run = lambda primals, packing: call(**primals, **packing)  # noqa: E731
-    elif p.way == "split" and p.packing == "rows" and p.T > 1 and not (p.family and p.channels):
+    elif (
+        p.way == "split" and p.packing == "rows" and p.T > 1 and not p.steps and not (p.family and p.channels)
+    ):
         return _split(p, call)
     else:
         run = jax.jit(lambda primals, packing: call(**primals, **packing))
@@ -340,14 +383,24 @@ def _split(p: Program, call: Callable) -> Callable[[dict], list[str]]:
 def legal(seed: int, count: int, implementations: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     """Runs so many calls; yields each with what was wrong."""
     for n in range(-(-count // DRAWS)):
-        rng = np.random.default_rng([seed, n])
+        rng, plain = np.random.default_rng([seed, n]), "recurrent" in implementations
+        if plain and rng.random() < ADAPTED:
+            name, adapted = adapters.runner(rng)
+            for draw in range(min(DRAWS, count - n * DRAWS)):
+                yield f"seed {seed} program {n} draw {draw}: {name}", _findings(adapted, rng)
+            continue
         p = draw_program(rng, implementations)
         with jax.enable_x64(p.dtype == "float64"):
             run = _runners(p)
             for draw in range(min(DRAWS, count - n * DRAWS)):
-                try:
-                    wrong = run(draw_values(p, rng))
-                except Exception as error:  # whatever it is, a legal call must not raise
-                    wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+                wrong = _findings(lambda rng: run(draw_values(p, rng)), rng)  # noqa: B023
                 yield f"seed {seed} program {n} draw {draw}: {p}", wrong
         jax.clear_caches()
+
+
+def _findings(run: Callable[[np.random.Generator], list[str]], rng: np.random.Generator) -> list[str]:
+    """What a run finds wrong; that it raises is wrong too, whatever it is: the call is legal."""
+    try:
+        return run(rng)
+    except Exception as error:
+        return [f"{type(error).__name__}: {str(error)[:300]}"]

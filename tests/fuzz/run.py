@@ -1,5 +1,8 @@
 """Random calls: legal ones against the float64 oracle, and illegal ones, which must say what is wrong.
 
+Among the legal ones are the family's, products and the adapters'. Offsets, ids and slots have integer dtypes of all
+widths.
+
     python tests/fuzz/run.py [--seed 0] [--legal 1000] [--served 300] [--illegal 500] [--implementation mosaic_gpu]
 
 Prints every finding with the seed that repeats it, and a summary; the status is 1 where anything was found. The legal
@@ -37,7 +40,7 @@ def main() -> int:
     """The campaign; how many calls found something, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--legal", type=int, default=1000, help="calls of the rule and its family")
+    parser.add_argument("--legal", type=int, default=1000, help="calls of the rule, its family and adapters")
     parser.add_argument("--served", type=int, default=300, help="calls over pools")
     parser.add_argument("--illegal", type=int, default=500)
     parser.add_argument("--implementation", choices=["plain", "mosaic_gpu", "mosaic_mma"], default="plain")

@@ -35,7 +35,9 @@ class Episode:
         self.null_slot = None if rng.random() < 0.6 else int(rng.integers(0, SLOTS))
         self.dtype = "bfloat16" if by_kernels else str(rng.choice(["float32", "float32", "bfloat16"]))
         self.heads, self.widths = ((2, 4), (64, 64)) if by_kernels else ((1, 2), (4, 3))
-        self.slot_dtype = rng.choice([np.int8, np.uint8, np.int16, np.int32, np.int64])
+        self.slot_dtype = rng.choice([np.int8, np.uint8, np.int16, np.uint32, np.int32, np.int64])
+        self.number_dtype = rng.choice([np.int8, np.uint8, np.int16, np.uint32, np.int32])
+        self.on_device = bool(rng.random() < 0.5)
         self.options: dict[str, Any] = dict(use_qk_l2norm=True, allow_neg_eigval=bool(rng.random() < 0.3))
         self.shared = dict(state_layout=self.layout, null_slot=self.null_slot)
         self.invariant = bool(rng.random() < 0.3) and not by_kernels
@@ -54,7 +56,8 @@ class Episode:
         return serving.make_ring_pool(states, **ring, trees=self.trees, channels=self.channels)
 
     def __str__(self) -> str:
-        names = ("ring", "trees", "layout", "null_slot", "dtype", "slot_dtype", "options", "invariant")
+        names = ("ring", "trees", "layout", "null_slot", "dtype", "slot_dtype", "number_dtype", "on_device")
+        names += ("options", "invariant")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def states(self) -> np.ndarray:
@@ -70,6 +73,10 @@ class Episode:
         found = np.where(self.rng.random(count) < 0.2, -1, found)
         # An unsigned -1 is the largest number of its dtype, which no slot has.
         return found.astype(self.slot_dtype)
+
+    def indices(self, **indices: np.ndarray | None) -> dict[str, Any]:
+        """Slots, offsets and numbers as this episode gives them: in NumPy, where values are checked, or in JAX."""
+        return {name: x if x is None or not self.on_device else jnp.asarray(x) for name, x in indices.items()}
 
     def is_slot(self, slots: np.ndarray) -> np.ndarray:
         numbers = slots.astype(np.int64)
@@ -161,7 +168,8 @@ class Episode:
         start = np.where(is_read[:, None, None, None], before[np.where(is_read, read, 0).astype(int)], 0)
         o, after = self.expected(x, start)
         tokens, options = self.given(x.at(slice(None), 0))
-        got, self.pool = serving.decode(*tokens, self.pool, read_slots=read, write_slots=write, **options)
+        slots = self.indices(read_slots=read, write_slots=write)
+        got, self.pool = serving.decode(*tokens, self.pool, **slots, **options)
         to = read if write is None else write
         written = {
             int(s): h for s, h, r, w in zip(to, after, is_read, self.is_slot(to), strict=True) if r and w
@@ -173,7 +181,8 @@ class Episode:
         tokens, options = self.given(x)
         parents = None
         if (self.trees or not self.ring) and self.rng.random() < 0.5:
-            parents = np.stack([self.rng.integers(-1, t, N) for t in range(DRAFTS)], 1).astype(np.int32)
+            parents = np.stack([self.rng.integers(-1, t, N) for t in range(DRAFTS)], 1)
+            parents = parents.astype(self.rng.choice([np.int8, np.int32]))
         if self.ring:
             slots = np.array(list(self.pending), self.slot_dtype) if self.pending else self.slots(N)
             accepted = np.ones(N, np.int32)
@@ -195,7 +204,8 @@ class Episode:
             start = before[np.where(is_read, first, 0).astype(int)]
         start = np.where(is_read[:, None, None, None], start, 0)
         o, after = self.every_state(x, start, parents)
-        named = dict(state_slots=slots, num_accepted_tokens=accepted, parents=parents)
+        accepted = accepted.astype(self.number_dtype)
+        named = self.indices(state_slots=slots, num_accepted_tokens=accepted, parents=parents)
         got, self.pool = serving.verify(*tokens, self.pool, **named, **options)
         expected = np.where(is_read[:, None, None, None], o, 0)
         if self.ring:
@@ -223,11 +233,10 @@ class Episode:
         layout = dict(use_qk_l2norm=True, state_layout=self.layout)
         o, after = self.expected_prompts(x, initial_state=start, cu_seqlens=cu, **layout)
         tokens = dict(g=None, beta=None) | {name: jnp.asarray(y) for name, y in x.items()}
-        slots = dict(read_slots=read, write_slots=write, has_initial_state=has)
+        slots = self.indices(read_slots=read, write_slots=write, has_initial_state=has)
+        offsets = self.indices(cu_seqlens=cu.astype(self.number_dtype))
         how = self.how | dict(use_qk_l2norm=True, batch_invariant=self.invariant)
-        got, self.pool = serving.prefill(
-            **tokens, cu_seqlens=cu, pool=self.pool, **slots, **how, **self.shared
-        )
+        got, self.pool = serving.prefill(**tokens, **offsets, pool=self.pool, **slots, **how, **self.shared)
         real = np.zeros(PROMPT, bool)
         for n in range(N):
             real[cu[n] : cu[n + 1]] = is_read[n]
