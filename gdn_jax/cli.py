@@ -182,7 +182,7 @@ def _sweep(task: str, argv: list[str]) -> int:
 def _reproduce(argv: list[str]) -> int:
     from rich.console import Console
 
-    from gdn_jax.findings.reproduce import ReproduceOptions, reproduce, show_ledger
+    from gdn_jax.sweeps.reproduce import ReproduceOptions, reproduce, show_ledger
 
     if not argv:
         return show_ledger(Console())
@@ -217,7 +217,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "info": ("gdn_jax.inspect.info", _info),
     "eval": ("gdn_jax.inspect.evaluate", _eval),
     "sweep": ("gdn_jax.sweeps.sweep", partial(_on_task, _sweep)),
-    "reproduce": ("gdn_jax.findings.reproduce", _reproduce),
+    "reproduce": ("gdn_jax.sweeps.reproduce", _reproduce),
     "check": ("gdn_jax.checks.check", _check),
     "bench": ("gdn_jax.bench.command", _bench),
 }

@@ -182,7 +182,6 @@ ROOMS: dict[str, set[str]] = {
         "tasks",
     },
     "sweeps": {"plots", "gdn_jax", "models", "commands", "tasks", "training"},
-    "findings": {"analysis", "commands", "tasks", "training", "sweeps"},
     "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training", "parallel"},
     "bench": {
         "gdn_jax",
@@ -200,7 +199,7 @@ ROOMS: dict[str, set[str]] = {
         "training",
         *KERNELS,
     },
-    "cli": {"commands", "checks", "tasks", "training", "sweeps", "findings", "inspect", "bench"},
+    "cli": {"commands", "checks", "tasks", "training", "sweeps", "inspect", "bench"},
 }
 STANDARD = {*sys.stdlib_module_names}
 # Packages from outside: those that every room may import, and what some may import beside them.
@@ -222,7 +221,6 @@ OUTSIDE: dict[str, set[str]] = {
     "checks": {"ml_dtypes", "rich"},
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
     "sweeps": {"flax", "matplotlib", "rich", "scipy"},
-    "findings": {"rich", "scipy"},
     "tasks": {"flax"},
     "inspect": {"flax", "rich"},
     "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
@@ -238,7 +236,7 @@ INSIDE_FUNCTIONS = {
     ("plots", "matplotlib"),
     ("commands", "tyro"),
     ("hf", "tokenizers"),
-    *(("cli", name) for name in ("checks", "tasks", "training", "sweeps", "findings")),
+    *(("cli", name) for name in ("checks", "tasks", "training", "sweeps")),
     *(("cli", name) for name in ("inspect", "bench", "rich")),
 }
 
@@ -413,6 +411,7 @@ def test_each_fault_has_a_place_and_a_test():
         ROOT / "README.md",
         ROOT / "docs" / "accuracy.md",
         *(ROOT / "notebooks").glob("*.ipynb"),
+        *(ROOT / "results" / "pages").glob("*.py"),
     ]
     source = "\n".join(path.read_text() for path in places)
     for fault in FAULTS:

@@ -8,15 +8,14 @@ import pytest
 
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
-from gdn_jax.findings import ledger
-from gdn_jax.findings.ledger import LEDGER, Published
-from gdn_jax.findings.reproduce import ReproduceOptions, compared, sweep_of
-from gdn_jax.sweeps import grid
+from gdn_jax.sweeps import grid, ledger
+from gdn_jax.sweeps.ledger import LEDGER, Published
+from gdn_jax.sweeps.reproduce import ReproduceOptions, compared, sweep_of
 from gdn_jax.tasks.options import RecallOptions
 from gdn_jax.training import options as options_lib
+from results.pages.claims import CLAIMS
 
 RESULTS = Path(__file__).parent.parent / "results"
-CLAIMS = json.loads((RESULTS / "claims.json").read_text())["claims"]
 
 
 @pytest.mark.parametrize("name", LEDGER)
@@ -37,13 +36,12 @@ def test_entries_can_be_run(name, small):
 
 
 def test_numbers_of_papers_stand_in_two_places():
-    """A number that claims.json gives for a paper is one of the ledger's, or of what the ledger says of it."""
+    """A number that the page gives for a paper is one of the ledger's, or of what the ledger says of it."""
     known = {f"{x.value}" for entry in LEDGER.values() for x in entry.published if x.value is not None}
     said = " ".join(entry.setting for entry in LEDGER.values())
     for claim in CLAIMS:
-        theirs = "" if claim["source"] is None else claim["source"]["theirs"]
-        for number in re.findall(r"\d+\.\d+", theirs):
-            assert number in known or number in said, (claim["id"], number)
+        for number in re.findall(r"\d+\.\d+", claim.source.theirs if claim.comparisons else ""):
+            assert number in known or number in said, (claim.id, number)
 
 
 def test_a_stored_reproduction_goes_on(tmp_path):

@@ -84,7 +84,8 @@ def test_every_entry_is_there():
 def test_every_page_has_a_place():
     """What `make docs` would warn of: a page that no menu leads to."""
     menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split()
-    pages = [*DOCS.glob("**/*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("results/tasks/*.md")]
+    pages = [*DOCS.glob("**/*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("results/*.md")]
+    pages += ROOT.glob("results/tasks/*.md")
     assert not {path.relative_to(ROOT).as_posix() for path in pages} - set(menu)
     assert all((ROOT / word).exists() for word in menu if word.endswith((".md", ".ipynb")))
 

@@ -33,7 +33,6 @@ PUBLISHED = (
     "notebooks/*",
     "results/**/*.md",
     "results/**/*.png",
-    "results/claims.json",
 )
 """Files of the repository that the site has. README.md is left out: docs/index.md stands in its place."""
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)

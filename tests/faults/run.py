@@ -20,7 +20,14 @@ from faults.fault import Fault
 from faults.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FILES = ("gdn_jax/**/*.py", "pallas_kernels/**/*.py", "docs/accuracy.md", "notebooks/*.ipynb", "README.md")
+FILES = (
+    "gdn_jax/**/*.py",
+    "pallas_kernels/**/*.py",
+    "results/pages/*.py",
+    "docs/accuracy.md",
+    "notebooks/*.ipynb",
+    "README.md",
+)
 """Where faults are put."""
 SECONDS = 900
 """Of one test run: a fault may make a kernel wait for ever."""

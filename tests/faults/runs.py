@@ -185,6 +185,12 @@ FAULTS = (
         "tests/test_results.py::test_the_statistics",
     ),
     Fault(
+        "seeds that were added after a look are tested together with the first",
+        "                earlier, seeds = before, added\n",
+        "                earlier = before\n",
+        "tests/test_results.py::test_seeds_that_were_added_are_tested_alone",
+    ),
+    Fault(
         "a run that has diverged is the best one",
         'losses = [math.inf if x["val_loss"] is None',
         'losses = [-1.0 if x["val_loss"] is None',

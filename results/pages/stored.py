@@ -13,6 +13,7 @@ experiment `recall/start`.
 
 import fnmatch
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,9 @@ from typing import Any, NamedTuple
 
 from gdn_jax.sweeps import report, summary
 from gdn_jax.sweeps.summary import About, Row, Start
+
+HALF = "steps to half"
+"""In the place of a size of the test: the steps after which a run has half of the first kind right."""
 
 
 class Arm(NamedTuple):
@@ -30,7 +34,6 @@ class Arm(NamedTuple):
       mixer, scale: as in runs.jsonl.
       lr: learning rate; None: that of the lowest mean validation loss.
       start: write strength or time step at the start; None where the sweep does not vary it.
-      at: size of the test, in the place of that of the comparison.
     """
 
     sweep: str
@@ -38,12 +41,6 @@ class Arm(NamedTuple):
     scale: int = 1
     lr: float | None = None
     start: float | None = None
-    at: str | None = None
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Arm":
-        """Reads an arm from its JSON object."""
-        return cls(**values)
 
 
 class Place(NamedTuple):
@@ -132,10 +129,18 @@ class Results:
         """The facts that the table of a sweep tells of its task."""
         return About(**self.folder(self.matching(sweep)[0])[0]["about"])
 
+    def _of(self, arm: Arm) -> list[dict[str, Any]]:
+        """Lines of runs.jsonl of an arm at all its rates."""
+        which = {"mixer": arm.mixer, "scale": arm.scale}
+        return [x for x in self.lines(arm.sweep) if which.items() <= x.items() and begins(x) == arm.start]
+
+    def rates(self, arm: Arm) -> list[float]:
+        """Learning rates that an arm's runs have tried, the lowest first."""
+        return sorted({line["lr"] for line in self._of(arm)})
+
     def records(self, arm: Arm) -> dict[int, dict[str, Any]]:
         """Lines of runs.jsonl by seed, none where nothing was run."""
-        which = {"mixer": arm.mixer, "scale": arm.scale}
-        lines = [x for x in self.lines(arm.sweep) if which.items() <= x.items() and begins(x) == arm.start]
+        lines = self._of(arm)
         if not lines:
             return {}
         lr = arm.lr
@@ -151,8 +156,10 @@ class Results:
         return summary.rows(lines, [arm.mixer], [arm.scale], metric, starts)[0]
 
     def scores(self, arm: Arm, at: str) -> dict[int, float]:
-        """Scores by seed, in % or in bits per byte, at a size of the test or at "validation"."""
+        """Scores by seed, in % or in bits per byte, at a size of the test or at "validation"; at `HALF` steps."""
         records = self.records(arm)
+        if at == HALF:
+            return {seed: half_of(line["curve"]) for seed, line in records.items()}
         metric = self.about(arm.sweep).metric if records else ""
         factor = 100 if metric == "accuracy" else 1
 
@@ -170,6 +177,17 @@ class Results:
             seed: answers is None or summary.has_learned(line["val_loss"], answers)
             for seed, line in records.items()
         }
+
+
+def half_of(curve: Mapping[str, Any]) -> float:
+    """The step at which a learning curve crosses half of the first kind right, on the line between its points."""
+    steps, accuracy = curve["steps"], next(iter(curve["accuracy"].values()))
+    step, score = 0, 0.0
+    for next_step, next_score in zip(steps, accuracy, strict=True):
+        if next_score is not None and next_score >= 0.5:
+            return step + (0.5 - score) / (next_score - score) * (next_step - step)
+        step, score = next_step, next_score or 0.0
+    return math.inf
 
 
 def begins(line: Mapping[str, Any]) -> float | None:

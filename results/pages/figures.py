@@ -1,0 +1,221 @@
+"""Figures of results/figures/, and of every learning rate of Zoology's setting: one function each."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gdn_jax.sweeps import figure
+from gdn_jax.sweeps.figure import Panel
+from gdn_jax.sweeps.report import stored_options, trained_size
+from results.pages.numbers import Numbers
+from results.pages.stored import Arm
+
+ONE_SEED = "A line is one seed."
+
+
+def panel(
+    r: Numbers, title: str, sweep: str, mixers: list[str], scale: int = 1, lr: float | None = None
+) -> Panel:
+    """Scores of mixers by the size of the test."""
+    about = r.about(sweep)
+    curves = [(mixer, r.row(Arm(sweep, mixer, scale, lr)).scores) for mixer in mixers]
+    trained = trained_size(stored_options(r.folder(r.matching(sweep)[0])[0]).task)
+    return Panel(title, f"{about.axis} of a test", curves, (trained, "trained"), about.baselines)
+
+
+def bits_above(r: Numbers, title: str, sweep: str, mixers: list[str], zero: str = "gated_delta_net") -> Panel:
+    """Bits per byte more than Gated DeltaNet with the same seed, by place in a row."""
+    about, curves = r.about(sweep), []
+    below = r.records(Arm(sweep, zero))
+    for mixer in mixers:
+        records = r.records(Arm(sweep, mixer))
+        both = [seed for seed in records if seed in below]
+        sizes = [*next(iter(records.values()))["test_bpb"]]
+        curves.append(
+            (
+                mixer,
+                {int(n): [records[s]["test_bpb"][n] - below[s]["test_bpb"][n] for s in both] for n in sizes},
+            )
+        )
+    trained = trained_size(stored_options(r.folder(r.matching(sweep)[0])[0]).task)
+    return Panel(
+        title, f"place in a row, up to ({about.axis})", curves, (trained, "trained"), {"Gated DeltaNet": 0.0}
+    )
+
+
+def recalled(r: Numbers, title: str, sweep: str, mixers: dict[str, str], scale: int = 1) -> Panel:
+    """Pairs recalled by pairs asked; a line is a learning rate, or a seed where there are several."""
+    curves = []
+    for mixer, name in mixers.items():
+        scores: dict[int, list[float]] = {}
+        for size in (64, 128, 256):
+            for lr in r.rates(Arm(name or sweep, mixer, scale)):
+                values = r.seeds(name or sweep, mixer, size, scale, lr)
+                scores.setdefault(size, []).extend(size * x / 100 for x in values)
+        curves.append((mixer, scores))
+    return Panel(title, "pairs in a test", curves, (64, "trained"))
+
+
+def mqar(r: Numbers, path: Path) -> None:
+    """Pairs recalled of 64, 128 and 256."""
+    ledger = dict.fromkeys(("linear_attention", "mamba2", "delta_net", "gated_delta_net"), "")
+    panels = [recalled(r, f"keys of {32 * n}", "recall/zoology/ledger*", ledger, n) for n in (1, 2, 4)]
+    figure.draw_panels(
+        path,
+        panels,
+        label="pairs recalled",
+        percent=False,
+        title="Past 64 pairs, the most in training, most runs recall the same number however many they are asked for",
+        caption="Zoology's MQAR, two mixers, trained on 4 to 64 pairs. A line is one learning rate of one seed.",
+    )
+
+
+def recall(r: Numbers, path: Path) -> None:
+    """Learning curves by the write strength at the start."""
+    arms = [
+        Arm(f"recall/start/{name}", mixer, lr=0.001, start=start)
+        for name, mixer in (("delta", "delta_net"), ("gated", "gated_delta_net"))
+        for start in (0.5, 0.25, 0.12, 0.06, 0.02)
+    ]
+    about = r.about(arms[0].sweep)
+    figure.draw_curves(
+        path,
+        [r.row(arm) for arm in arms],
+        axis=about.axis,
+        label=about.label,
+        answers=about.answers,
+        title="From weak writes every seed learns, and sooner",
+        caption="Recall of 4 pairs in 64 tokens while a model trains on 4 to 64 pairs; keys of 16 numbers, 1024 numbers "
+        f"of state, learning rate 0.001, seeds 0 to 4. {ONE_SEED}",
+    )
+
+
+def text(r: Numbers, path: Path) -> None:
+    """The lead of Gated DeltaNet, by place and by size."""
+    panels = [
+        bits_above(r, "30M, DeltaNet, three seeds", "text/30m/first", ["delta_net"]),
+        bits_above(r, "30M, decay, five seeds", "text/30m/seeds", ["mamba2"]),
+        bits_above(r, "100M, both, two seeds", "text/100m", ["delta_net", "mamba2"]),
+    ]
+    figure.draw_panels(
+        path,
+        panels,
+        label=f"{r.about('text/100m').label} more than Gated DeltaNet",
+        percent=False,
+        title="Gated DeltaNet is ahead of DeltaNet, by less in the larger model",
+        caption="Python source as bytes, trained on rows of 2048. Below zero is better than Gated DeltaNet with the same "
+        f"seed on the same text. {ONE_SEED}",
+    )
+
+
+def hybrid(r: Numbers, path: Path) -> None:
+    """The hybrid, its form without attention, and attention in every layer."""
+    panels = [
+        bits_above(r, "30M, three seeds", "text/30m/first", ["hybrid", "softmax_attention"]),
+        bits_above(r, "30M, the control, four seeds", "text/30m/controls*", ["hybrid", "hybrid_control"]),
+        bits_above(r, "100M, two seeds", "text/100m", ["hybrid", "softmax_attention"]),
+    ]
+    figure.draw_panels(
+        path,
+        panels,
+        label=f"{r.about('text/100m').label} more than Gated DeltaNet",
+        percent=False,
+        title="The hybrid predicts better; its form without attention does not",
+        caption="Attention in every fourth layer, in every layer without positions, or in none of the hybrid's form. Below "
+        f"zero is better than Gated DeltaNet with the same seed. {ONE_SEED}",
+    )
+
+
+def parity(r: Numbers, path: Path) -> None:
+    """Parity by length."""
+    mixers = [
+        "linear_attention",
+        "mamba2",
+        "delta_net",
+        "gated_delta_net",
+        "gated_delta_net_neg",
+        "softmax_attention",
+    ]
+    about = r.about("parity/full_far")
+    answers = about.answers
+    learned = {m: figure.k_of_n(r.row(Arm("parity/full_far", m)), answers) for m in mixers}
+    figure.draw_panels(
+        path,
+        [panel(r, "", "parity/full_far", mixers)],
+        label=about.label,
+        learned=learned,
+        title="Only a write that can reverse goes on counting",
+        caption="Parity of the bits so far, two layers, trained on 64 bits: sweep parity/full_far, three seeds at the best "
+        f"of three learning rates. {ONE_SEED}",
+    )
+
+
+def words(r: Numbers, path: Path) -> None:
+    """Running products of permutations by length."""
+    some = ["mamba2", "gated_delta_net", "gated_delta_net_neg"]
+    all_five = ["mamba2", "delta_net", "gated_delta_net", "gated_delta_net_neg", "softmax_attention"]
+    panels = [
+        panel(r, "S5, swaps, 1 layer", "words/swaps/s5", some),
+        panel(r, "S3, swaps, 1 layer", "words/swaps/s3", all_five),
+        panel(r, "S3, all letters, 1 layer", "words/depth/s3", all_five),
+        panel(r, "S3, all letters, 2 layers", "words/depth/s3", all_five, 2),
+    ]
+    figure.draw_panels(
+        path,
+        panels,
+        label=r.about("words/depth/s3").label,
+        title="One layer follows swaps, two layers follow all of S3",
+        caption="Running product of permutations, trained on 32 letters; past them only the letters after 32 are scored. A "
+        "guess in swaps knows whether the number of letters is even. Three seeds at the best of two learning rates. "
+        f"{ONE_SEED}",
+    )
+
+
+def retention(r: Numbers, path: Path) -> None:
+    """A number amid repeated words, by length."""
+    mixers = ["mamba2", "delta_net", "gated_delta_net"]
+    panels = [
+        panel(r, f"learning rate {lr:g}", "needle/words/ledger", mixers, lr=lr) for lr in (0.003, 0.001)
+    ]
+    figure.draw_panels(
+        path,
+        panels,
+        label=r.about("needle/words/ledger").label,
+        title="At the better rate a decay keeps the number nearly as well",
+        caption="A number of seven digits between a few words over and over, trained on 512 bytes, 2000 steps, five seeds. "
+        f"Those at the dotted line have not learned. {ONE_SEED}",
+    )
+
+
+def rates(r: Numbers, path: Path) -> None:
+    """Every learning rate of Zoology's setting, by the size of the keys and the start."""
+    mixers = ["linear_attention", "mamba2", "delta_net", "gated_delta_net", "softmax_attention"]
+    parts = [("recall/zoology/ledger*", scale, None, mixers) for scale in (1, 2, 4)]
+    parts.insert(2, ("recall/zoology/start", 2, 0.06, ["delta_net", "gated_delta_net"]))
+    panels = []
+    for sweep, scale, start, which in parts:
+        curves = []
+        for mixer in which:
+            scores = r.by_rate(sweep, mixer, 256, scale, start)
+            curves.append((mixer, {lr: [score / 100] for lr, score in scores.items()}))
+        begins = "" if start is None else f", write start {start:g}"
+        panels.append(Panel(f"keys of {32 * scale}{begins}", "learning rate", curves))
+    figure.draw_panels(
+        path,
+        panels,
+        label=r.about("recall/zoology/ledger").label,
+        title="Asked for four times the pairs of training, the best runs are of rules without a correction",
+        caption="Recall of 256 pairs in 1024 tokens by models trained on up to 64 pairs in 256. A dot is one run.",
+    )
+
+
+DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
+    "figures/mqar.png": mqar,
+    "figures/recall.png": recall,
+    "figures/text.png": text,
+    "figures/parity.png": parity,
+    "figures/words.png": words,
+    "figures/retention.png": retention,
+    "figures/hybrid.png": hybrid,
+    "recall/zoology/rates.png": rates,
+}
+"""Figures by their path in the results."""

@@ -1,0 +1,288 @@
+"""README.md: our own findings, and the table of reproductions."""
+
+import statistics
+
+from results.pages.claims import CLAIMS, OWN, Claim
+from results.pages.evidence import Compared, result
+from results.pages.markdown import joined, prose, table
+from results.pages.numbers import Numbers, half_life
+from results.pages.stored import Arm
+from results.pages.verdicts import Comparison
+
+LEDGER = "recall/zoology/ledger*"
+WITH_STATE = ("linear_attention", "mamba2", "delta_net", "gated_delta_net")
+
+
+def opening(r: Numbers) -> list[str]:
+    return [
+        "# Findings",
+        prose("""
+        We train small models that differ in one rule: how a token changes the state. All rules sit in the
+        same layer, DeltaNet's, with equal parameters, states and batches, so "Mamba2's decay" below is its
+        decay with unit keys and a free write strength, not the published layer. [Three findings](#finding-1)
+        are ours; the [table of reproductions](#reproductions) puts claims of papers next to what our runs
+        give.
+
+        Every number on these pages is computed from the runs stored next to them, and a test computes the
+        pages again. The [protocol](protocol.md) has the statistics and the commands, the [claims](claims.md)
+        every comparison with its settings, seeds and runs. To cite a finding, name it by its number and the
+        commit.
+        """),
+    ]
+
+
+def finding_1(r: Numbers) -> list[str]:
+    same, all_runs = 0, r.lines("recall/start_wide/*")
+    for line in all_runs:
+        pairs = [n * line["test_accuracy"][str(n)] for n in (128, 256)]
+        same += abs(pairs[0] - pairs[1]) <= 3
+    rows, apart = [], {}
+    for mixer, label in zip(
+        WITH_STATE, ("linear attention", "Mamba2's decay", "DeltaNet", "Gated DeltaNet"), strict=True
+    ):
+        apart[mixer] = [
+            [n * x / 100 for x in r.by_rate(LEDGER, mixer, n, 2).values()] for n in (64, 128, 256)
+        ]
+        rows.append([label, *(" ".join(f"{x:.0f}" for x in part) for part in apart[mixer])])
+    linear = apart["linear_attention"][2]
+    return [
+        "## Finding 1",
+        "**What MQAR scores past its longest training case is not what a state can hold.**",
+        prose("""
+        *Question.* In multi-query associative recall (MQAR) a model reads pairs and is asked for their
+        values. Rules are ranked by tests with up to four times the pairs of training. Do such tests measure
+        how many pairs a state holds?
+        """),
+        "![Pairs recalled of 64, 128 and 256](figures/mqar.png)",
+        prose("""
+        *What was done.* We ran Zoology's setting: 22,500 steps of 256 rows, up to 64 pairs in training, two
+        mixers, keys of 32, 64 and 128 numbers, four learning rates, one seed. The number of pairs recalled is
+        the accuracy times the pairs in the test. With keys of 64 numbers, at the four rates from 0.001 to
+        0.032:
+        """),
+        table(["rule", "recalled of 64", "of 128", "of 256"], rows),
+        prose(f"""
+        *Result.* All of these runs recall all 64 pairs. Past them one rule with one state size recalls very
+        different numbers: linear attention {min(linear):.0f} of 256 pairs at one learning rate and
+        {max(linear):.0f} at another. Its state can hold the larger number, so the smaller one is not its
+        capacity. Nor do most runs lose pairs when more are stored, as a full memory does: with keys of 64
+        numbers, 8000 steps and five seeds, {same} of {len(all_runs)} runs recall the same number of 128 and
+        of 256 pairs, within three. Both fit models that learn to stop storing after about the most pairs of
+        training. These runs do not prove it.
+
+        *Consequence.* Do not read "a decay recalls more than the delta rule" into the rows of MQAR below:
+        within the training length the rules hardly differ.
+
+        *What does not fit.* With keys of 32 numbers the delta rules do lose pairs from 128 to 256. With keys
+        of 128 Mamba2's decay recalls nearly all 256 pairs. Why rules without a correction stop later, or not,
+        is open.
+
+        *What would refute it.* Accuracy that is equal at every place among the stored pairs; or the same gap
+        between the rules after training on 256 pairs.
+        """),
+        "### Accuracy by place (runs to come)",
+        prose("""
+        | | |
+        |---|---|
+        | question | which pairs of a test are recalled: the first, or all alike? |
+        | runs | the setting above with one mixer and with two, three seeds, scored by the place of the pair; then trained on 128 and 256 pairs |
+        | expected of a learned stop | the first 64 to 100 pairs near 100 %, later ones near a guess; flat with one mixer; no gap after training on 256 pairs |
+        | refuted by | accuracy that is flat by place in models of two mixers |
+        | stored runs | none yet |
+        """),
+    ]
+
+
+def finding_2(r: Numbers) -> list[str]:
+    start, wide_half, wide, text = OWN[0], OWN[1], OWN[2], OWN[3]
+    ten = "recall/start/ten"
+    half = {start: r.half(ten, "delta_net", 1, 0.001, start) for start in (0.5, 0.06)}
+    return [
+        "## Finding 2",
+        "**Delta rules learn recall sooner from weak writes: shown by five seeds, in the same direction but smaller and "
+        "not significant in the five that were added.**",
+        prose(f"""
+        *Question.* A write of the delta rule also erases. Layers start with a write strength (beta) of 0.5 on
+        every token, so with keys of 16 numbers half of the state is gone after {half_life(16, 0.5):.0f}
+        tokens, before anything is learned. Do delta rules learn recall sooner if writes start weak?
+        """),
+        "![Learning curves of recall by write start](figures/recall.png)",
+        prose("""
+        *What was done.* We varied the initial write strength alone: 4096 keys and values, up to 64 pairs,
+        keys of 16 numbers, 8000 steps, two learning rates. Seeds 0 to 4 were run first, at five starts; seeds
+        5 to 9 were added after a look at them, at 0.06 and 0.5, so they are the test. Then we asked the same
+        with keys of 64 numbers, and in text.
+        """),
+        own_table(r, [start, wide_half, wide, text]),
+        prose(f"""
+        *Result.* With narrow keys every gain of the first seeds and of the added ones is positive in the
+        mean, and the added seeds gain less: no single one of the four tests is significant over all tests of
+        these pages. From 0.06 DeltaNet has half of 4 pairs after {half[0.06]} steps in the median of ten
+        seeds, from 0.5 after {half[0.5]}. With wide keys, too, half of 4 pairs comes sooner from weak writes,
+        in all ten pairs of seeds; we chose that measure after seeing the runs. In text, with keys of 96
+        numbers, no gain is shown. Mamba2's decay is insensitive to its initial time step (1x or 0.1x).
+
+        *Is erasing the cause?* Not decided. Linear attention erases nothing, and its steps to half do not
+        depend on the start; but some of its seeds gain at 16 pairs from 0.06 ([recall](tasks/recall.md)). A
+        gate that starts at 0.06 also has more room to rise, and with wide keys the constant of the output's
+        norm damps small outputs.
+
+        *What would refute it.* New seeds that learn from 0.5 as soon as from 0.06, or a learning rate between
+        those tried at which they do.
+        """),
+        "### Erase and write apart (runs to come)",
+        prose("""
+        | | |
+        |---|---|
+        | question | which half of a weak write does it: that it erases little, or that it writes little? |
+        | runs | erase start 0.5 or 0.06 times write start 0.5 or 0.06, with and without decay, keys of 16, two learning rates, 16 new seeds; linear attention with its two write starts |
+        | outcomes, fixed before | accuracy at 16 pairs of every seed; steps to half of 4 pairs |
+        | expected if erasing is the cause | a weak erase alone gains at least 25 points, a weak write alone at most 5 |
+        | refuted by | a weak write alone that gains half as much, or a gain of linear attention whose interval excludes zero |
+        | stored runs | none yet |
+        """),
+    ]
+
+
+def finding_3(r: Numbers) -> list[str]:
+    places = ["validation", "256", "2048", "4096", "16384"]
+    sweeps = {"30M": "text/30m/first", "100M": "text/100m"}
+
+    def gap(sweep: str, other: str, place: str) -> str:
+        one, two = (r.scores(Arm(sweep, mixer), place) for mixer in ("gated_delta_net", other))
+        gains = [two[seed] - one[seed] for seed in one if seed in two]
+        return f"{statistics.fmean(gains):.3f}"
+
+    rows = [[place, *(gap(sweep, "delta_net", place) for sweep in sweeps.values())] for place in places]
+    small, large = r.compared("text.DeltaNet-30M"), r.compared("text.DeltaNet-100M")
+    decay_small, decay_large = r.compared("text.decay-30M"), r.compared("text.decay-100M")
+    few, many = r.trained_bytes("text/30m/first") / 1e6, r.trained_bytes("text/100m") / 1e6
+    return [
+        "## Finding 3",
+        "**The gap between DeltaNet and Gated DeltaNet in text shrinks threefold from 30M to 100M parameters.**",
+        prose("""
+        *Question.* Gated DeltaNet predicts text better than DeltaNet. Is that lead as large in a larger
+        model?
+        """),
+        "![Bits above Gated DeltaNet by place in a row](figures/text.png)",
+        prose(f"""
+        *What was done.* Models of 30M and 100M parameters read Python source as bytes: {few:.0f} million
+        bytes with three seeds, and {many:.0f} million with two. The lead of Gated DeltaNet over DeltaNet, in
+        bits per byte, seed by seed:
+        """),
+        table(["place in a row", *sweeps], rows),
+        prose(f"""
+        *Result.* In validation the lead is {small.gain:.3f} ± {small.interval:.3f} bits with 30M parameters
+        and {large.gain:.3f} ± {large.interval:.3f} with 100M: the intervals are far apart, so a mean over
+        both would describe neither. Over Mamba2's decay it is {decay_small.gain:.3f} and
+        {decay_large.gain:.3f} bits, positive in {sum(x > 0 for x in decay_small.gains + decay_large.gains)}
+        of {len(decay_small.gains + decay_large.gains)} pairs of seeds; two of the five seeds at 30M were
+        added after a look at three.
+
+        *What weakens it.* Two sizes, few seeds, about half a byte a parameter. At 30M the chosen learning
+        rate is the upper of two for both rules; at 100M one rate was tried. The two sizes had different
+        numbers of bytes. We saw the trend after the runs.
+
+        *What would refute it.* A third size, or rates that bracket the optimum, with a lead that does not
+        shrink.
+        """),
+    ]
+
+
+def own_table(r: Numbers, claims: list[Claim]) -> str:
+    """Questions of our own, in the cells of the table of reproductions."""
+    lines = []
+    for claim in claims:
+        cells = [f"{x.name}: {result(r, x, outcome)}" for _, x, outcome in r.made(claim)]
+        lines.append([f"[{claim.says}](claims.md#{claim.id})", "<br>".join(cells), f"**{r.verdict(claim)}**"])
+    return table(["question", "here", "verdict"], lines)
+
+
+def reproductions(r: Numbers) -> list[str]:
+    rows = [
+        [
+            "*How to read a row:* the claim, in a sentence; a link to its settings, seeds and runs",
+            "the paper, the place in it, its numbers",
+            "*Rule A against rule B, size of the test: 93 % against 50 %, gain **+43 ± 10**; 5 seeds* means that rule A "
+            "has 93 % and rule B 50 % in the mean of five seeds; the gain seed by seed is 43 points, with a 95 % interval "
+            "from 33 to 53; bold means that it excludes zero, which by itself is no verdict. Text is in bits per byte, where less is better and a "
+            "positive gain still favours rule A. *Floor*: nobody got further than a tenth of the way from a guess to 100 %.",
+            "which learning rate was chosen for A and for B; at an edge a rate outside the grid may be better",
+            "by [one rule](protocol.md#verdicts)",
+        ]
+    ]
+    for claim in CLAIMS:
+        if not claim.comparisons:
+            continue
+        assert claim.source is not None
+        s = claim.source
+        theirs = f": {s.theirs}" if s.theirs else ""
+        here, rates = [], []
+        for _, comparison, outcome in r.made(claim):
+            here.append(f"{comparison.name}: {result(r, comparison, outcome)}")
+            rates.append(edges(r, comparison))
+        rates = rates if len({*rates}) > 1 else rates[:1]
+        rows.append(
+            [
+                f"[{claim.says}](claims.md#{claim.id})",
+                f"[{s.paper}]({s.url}), {s.where}{theirs}",
+                "<br>".join(here),
+                "<br>".join(rates),
+                f"**{r.verdict(claim)}**",
+            ]
+        )
+    control = next(claim for claim in OWN if claim.id == "control")
+    untested = "; ".join(
+        f"[{x.says.rstrip('.')}](claims.md#{x.id}) ({x.source.paper}, {x.source.where}: {x.source.theirs})"
+        for x in CLAIMS
+        if not x.comparisons and x.source is not None
+    )
+    return [
+        "## Reproductions",
+        table(["claim", "source", "here", "learning rates", "verdict"], rows),
+        f"**Not tested:** {untested}.",
+        prose("""
+        The control of the hybrid, a question of our own:
+        """),
+        own_table(r, [control]),
+    ]
+
+
+def edges(r: Numbers, comparison: Compared) -> str:
+    """Where the learning rates of both arms lie in their grids, in a few words."""
+    if not isinstance(comparison, Comparison):
+        return "all rates shown"
+    places = [r.grid(arm).split(", ", 1)[1] for arm in (comparison.of, comparison.than)]
+    return f"both {places[0]}" if places[0] == places[1] else f"{places[0]}; {places[1]}"
+
+
+def differences(r: Numbers) -> list[str]:
+    few, many = r.trained_bytes("text/30m/first") / 1e6, r.trained_bytes("text/100m") / 1e6
+    return [
+        "## Differences from the papers",
+        prose(f"""
+        | | papers | here |
+        |---|---|---|
+        | text | 100B tokens, 1.3B parameters | {few:.0f} and {many:.0f} million bytes, 30M and 100M parameters |
+        | recall | 22,500 steps of 256 rows, the best of 4 rates | 8000 steps of 64 rows, the mean of seeds at the best of up to three rates; Zoology's setting as theirs, with one seed |
+        | needle | language models, not trained for it | {r.parameters("needle/text/first", "delta_net") / 1e6:.1f}M parameters, trained on it, decays ten times slower at the start |
+        | Mamba2 | write tied to the decay | free write strength, unit keys |
+        """),
+    ]
+
+
+def repeat(r: Numbers) -> list[str]:
+    return [
+        "## Repeat it",
+        prose("""
+        `gdn sweep TASK --config results/configs/FILE` repeats a [sweep](protocol.md#how-they-were-run) and
+        `gdn reproduce` runs published settings. In a checkout `python -m results.pages` makes these pages and
+        figures again from the stored runs.
+        """),
+    ]
+
+
+def page(r: Numbers) -> str:
+    """The page."""
+    sections = (opening, finding_1, finding_2, finding_3, reproductions, differences, repeat)
+    return joined([block for section in sections for block in section(r)])
