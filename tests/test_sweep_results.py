@@ -216,7 +216,7 @@ def test_figure_of_losses(tmp_path, monkeypatch, trigram):
     assert lines == ([1.5] if trigram == 1.5 else [])
     assert ("bigram 4.000" in said, "trigram 3.500" in said) == (True, trigram == 3.5)
     assert axes.get_ylim()[1] < 2.5
-    assert axes.get_xlabel() == "place in a test sequence, up to so many bytes"
+    assert axes.get_xlabel() == "place in a test sequence, up to (bytes)"
 
 
 def test_figure_over_scales(tmp_path, monkeypatch):
@@ -289,3 +289,22 @@ def test_the_middle_of_steps():
     assert summary._middle([30, 10, 20]) == "20 (10 to 30)"
     assert summary._middle([None, 10, 30]) == "30 (10 to -)"
     assert summary._middle([7, 7]) == "7" and summary._middle([None]) == "-"
+
+
+def test_labels_and_captions_are_legible():
+    """Labels of large sizes are short, and the last line of a caption is about as long as the others."""
+    assert [figure_lib._tick(n) for n in (64, 512, 1000, 1024, 2048, 16384)] == [
+        "64",
+        "512",
+        "1000",
+        "1K",
+        "2K",
+        "16K",
+    ]
+    assert figure_lib._tick(0.0032) == "0.0032"
+    text = "Python source as bytes, trained on rows of 2048, three seeds at the best of two rates. A line is one."
+    for width in (30, 60, 100, 200):
+        lines = figure_lib._balanced(text, width).splitlines()
+        assert max(map(len, lines)) <= width and " ".join(lines) == text
+        assert len(lines) == 1 or len(lines[-1]) > len(lines[0]) / 2
+    assert figure_lib._balanced("", 30) == ""

@@ -72,7 +72,7 @@ def draw_sweep(
       answers: see `Row.learned`.
     """
     if along is None:
-        below = f"{axis} of a test sequence" if percent else f"place in a test sequence, up to so many {axis}"
+        below = f"{axis} of a test sequence" if percent else f"place in a test sequence, up to ({axis})"
         panels = []
         for start in dict.fromkeys(row.start for row in rows):
             curves = [(row.mixer, row.scores) for row in rows if row.start == start]
@@ -114,7 +114,7 @@ def draw_panels(
       label, percent: as for `draw_sweep`.
       title: the finding, above the figure.
       caption: what was run, below it.
-      learned: what stands behind a mixer's name in the legend.
+      learned: what stands after a mixer's name in the legend.
     """
     scores = [
         x for p in panels for _, s in p.curves for values in s.values() for x in values if np.isfinite(x)
@@ -193,7 +193,7 @@ def draw_curves(
 
 def _figure(size: tuple[float, float], lines: int, columns: int) -> tuple[Figure, np.ndarray]:
     """A figure and its panels, one after the other."""
-    figure = Figure(figsize=size, dpi=160, layout="constrained")
+    figure = Figure(figsize=size, dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False).reshape(-1)
     for axes in grid:
@@ -206,11 +206,24 @@ def _finish(path: Path, figure: Figure, title: str, caption: str = "") -> None:
     """Writes a figure with what stands above and below it."""
     width = figure.get_figwidth()
     if title:
-        figure.suptitle(textwrap.fill(title, int(_HEADING * width)), fontsize=11)
+        figure.suptitle(_balanced(title, int(_HEADING * width)), fontsize=11)
     if caption:
-        figure.supxlabel(textwrap.fill(caption, int(_CAPTION * width)), fontsize=8)
+        figure.supxlabel(_balanced(caption, int(_CAPTION * width)), fontsize=8)
     with replacing(path) as file:
         figure.savefig(file, format="png")
+
+
+def _balanced(text: str, width: int) -> str:
+    """Breaks a text into as few lines as a width allows, all about as long: no word stands alone in the last."""
+    count = len(textwrap.wrap(text, width))
+    longest = max((len(word) for word in text.split()), default=1)
+    narrow = next((n for n in range(longest, width) if len(textwrap.wrap(text, n)) <= count), width)
+    return textwrap.fill(text, narrow)
+
+
+def _tick(value: int | float) -> str:
+    """The label of a tick: 4096 is 4K, so that neighbours do not touch."""
+    return f"{value / 1024:g}K" if value >= 1024 and value % 512 == 0 else f"{value}"
 
 
 def _legend(
@@ -234,7 +247,7 @@ def _legend(
         handles,
         names,
         ncols=3 if width > 7.5 else 2,
-        title=textwrap.fill(caption, int(_CAPTION * width)),
+        title=_balanced(caption, int(_CAPTION * width)),
         title_fontsize=8,
         frameon=False,
         fontsize=8,
@@ -268,7 +281,7 @@ def _draw(axes: Axes, panel: Panel, factor: int) -> None:
     ticks = sorted(sizes | ({value} if value is not None and len(sizes) > 1 else set()))
     axes.set_xscale("log", base=2)
     below = "\n" if value in ticks else ""  # labels of as many lines stand at one height
-    axes.set_xticks(ticks, [f"{n}\n{word}" if n == value else f"{n}{below}" for n in ticks])
+    axes.set_xticks(ticks, [f"{_tick(n)}\n{word}" if n == value else f"{_tick(n)}{below}" for n in ticks])
     axes.minorticks_off()
     axes.set_xlabel(panel.below)
     if panel.title:
