@@ -35,7 +35,9 @@ NAMES = {
     "KDA": "kda",
     "gated linear attention": "gla",
 }
-ARM = re.compile(r"`([^`]+)` `([^`]+)`(?: scale (\d+))?(?: start ([\d.]+))?(?: rate ([^\s;]+))?")
+ARM = re.compile(
+    r"`([^`]+)` `([^`]+)`(?: scale (\d+))?(?: (?:write start|time step) ([\d.]+))?(?: rate ([^\s;]+))?"
+)
 SEEDS = re.compile(
     r"([\d.]+)(?: %| steps)? against ([\d.]+)(?: %| steps)?, gain \**([+-][\d.]+)(?: ± ([\d.]+))?\**; (\d+) "
     r"(?:added )?seeds(?: \(the first \d+: ([+-]\d+)\))?"
@@ -155,7 +157,7 @@ def numbers(text: str) -> list[str]:
 
 def of_comparison(where: str, runs: str, text: str, each: str = "", p: str = "") -> Checks:
     """Numbers of the result of a comparison, and of its gains and p-value where they are given."""
-    at = re.search(r"; at (.*?)(?:,|$)", runs)[1]
+    at = runs.split("; at ")[1].split(",")[0]
     arms = []
     for sweep, mixer, scale, start, rate in ARM.findall(runs):
         found = runs_of(sweep, mixer, int(scale or 1), float(start) if start else None)

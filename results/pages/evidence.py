@@ -1,7 +1,8 @@
-"""claims.md: each claim with its comparisons, settings, seeds, runs, and what would refute it."""
+"""claims.md: each claim with its comparisons, settings, seeds, runs, and what would decide it."""
 
 import statistics
 
+from gdn_jax.sweeps.summary import Start
 from results.pages.claims import CLAIMS, OWN, Claim
 from results.pages.markdown import gain_of, joined, prose, table
 from results.pages.numbers import Numbers
@@ -58,7 +59,10 @@ def arms(r: Numbers, comparison: Compared) -> str:
     for arm in (comparison.than,) if isinstance(comparison, Fails) else (comparison.of, comparison.than):
         parts = [f"`{arm.sweep}`", f"`{arm.mixer}`"]
         parts += [f"scale {arm.scale}"] if arm.scale != 1 else []
-        parts += [f"start {arm.start:g}"] if arm.start is not None else []
+        if arm.start is not None:
+            line = next(iter(r.records(arm._replace(lr=r.rates(arm)[0])).values()))
+            varied = next(name for name in Start._fields if name in line)
+            parts.append(f"{varied.replace('_', ' ')} {arm.start:g}")
         if isinstance(comparison, Comparison):
             [lr] = {line["lr"] for line in r.records(arm).values()}
             parts.append(f"rate {lr:g}")
@@ -129,8 +133,8 @@ def section(r: Numbers, claim: Claim) -> list[str]:
     else:
         blocks.append("*Source:* a question of our own.")
     blocks.append(f"*Here:* {claim.here}")
-    if claim.refuted:
-        blocks.append(f"*What would refute it:* {claim.refuted}")
+    if claim.decided:
+        blocks.append(f"*What would decide it:* {claim.decided}")
     if claim.comparisons:
         blocks += [rows(r, claim), settings(r, claim)]
     if claim.figure:
@@ -161,7 +165,7 @@ def page(r: Numbers) -> str:
         "# Claims, one by one",
         "[Findings](README.md), [protocol](protocol.md)",
         prose("""
-        Each section has one claim: what the paper ran, what we ran, every gain, and what would refute it. A
+        Each section has one claim: what the paper ran, what we ran, every gain, and what would decide it. A
         gain is what the favoured rule, named first, has more than the other with the same seed, in points of
         accuracy or in bits per byte; ± is half of the 95 % t interval. "Learning rate of each arm" says which
         of the rates tried was chosen: at an edge of its grid a rate outside might be better.

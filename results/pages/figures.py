@@ -189,8 +189,11 @@ def retention(r: Numbers, path: Path) -> None:
 def rates(r: Numbers, path: Path) -> None:
     """Every learning rate of Zoology's setting, by the size of the keys and the start."""
     mixers = ["linear_attention", "mamba2", "delta_net", "gated_delta_net", "softmax_attention"]
-    parts = [("recall/zoology/ledger*", scale, None, mixers) for scale in (1, 2, 4)]
-    parts.insert(2, ("recall/zoology/start", 2, 0.06, ["delta_net", "gated_delta_net"]))
+    ledger, weak = (
+        "recall/zoology/ledger*",
+        ("recall/zoology/start", 2, 0.06, ["delta_net", "gated_delta_net"]),
+    )
+    parts = [(ledger, 1, None, mixers), (ledger, 2, None, mixers), weak, (ledger, 4, None, mixers)]
     panels = []
     for sweep, scale, start, which in parts:
         curves = []
