@@ -12,7 +12,6 @@ from rich.table import Table
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.commands.fields import Positive
-from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.tables import print_whole
 from gdn_jax.sweeps import grid, summary, sweep
 from gdn_jax.sweeps import options as sweep_options
