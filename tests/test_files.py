@@ -94,7 +94,7 @@ def test_ordinary_files_are_read(tmp_path):
     assert raised.value.filename == str(path)
     os.mkfifo(tmp_path / "pipe")
     for odd in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(OSError, match="not a regular file"):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
             read_file(odd)
     with pytest.raises(OSError, match="larger than 10 bytes"):
         read_file(Path("/proc/self/status"), 10)  # it tells no size

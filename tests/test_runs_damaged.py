@@ -173,7 +173,7 @@ def test_a_pipe_in_a_checkpoint(copy, capsys):
     array.unlink()
     os.mkfifo(array)
     assert load_run(copy).damaged == {
-        12: f"ValueError: {array.relative_to(copy / 'checkpoints' / '12')} is no file"
+        12: f"ValueError: {array.relative_to(copy / 'checkpoints' / '12')} is no regular file"
     }
 
 
@@ -215,7 +215,7 @@ def test_pipes_have_no_end(copy, capsys):
     arrays.unlink()
     os.mkfifo(arrays)
     run = load_run(copy)
-    assert run.step == 8 and run.damaged == {12: "ValueError: manifest.ocdbt is no regular file"}
+    assert run.step == 8 and run.damaged == {12: "ValueError: state/manifest.ocdbt is no regular file"}
     (copy / "config.json").unlink()
     os.mkfifo(copy / "config.json")
     assert resume(copy) == 1

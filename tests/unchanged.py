@@ -186,14 +186,13 @@ def pytest_addoption(parser):
     group = parser.getgroup("gdn-jax")
     group.addoption(
         "--changed",
-        nargs="?",
-        const="record",
-        choices=("record", "read"),
-        help="skip tests of kernels whose code is that of their last success; with `read`, record no new ones",
+        action="store_true",
+        help="skip tests of kernels whose code is unchanged since they passed",
     )
     group.addoption(
         "--record", action="store_true", help="record what tests of kernels execute, and run them all"
     )
+    group.addoption("--no-record", action="store_true", help="with --changed: read records, but write none")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,7 +203,7 @@ def record(request) -> Iterator[Record | None]:
         yield None
         return
     kept = Record(request.path)
-    if options.changed == "read":
+    if options.no_record:
         yield kept
         return
     forget()

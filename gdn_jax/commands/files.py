@@ -38,11 +38,16 @@ def read_file(path: Path, most: int = LARGEST) -> bytes:
     Raises:
       OSError: it cannot be read, is no regular file, or has more than `most` bytes.
     """
+    content = (
+        bytearray()
+    )  # piece by piece: one of /proc tells no size, and `read` would reserve all of `most`
     with open(path, "rb", opener=regular) as file:
-        content = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
-    if content is None or len(content) > most:
+        fits = os.fstat(file.fileno()).st_size <= most
+        while fits and len(content) <= most and (piece := file.read(2**16)):
+            content += piece
+    if not fits or len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
-    return content
+    return bytes(content)
 
 
 def is_finite(number: int | float) -> bool:

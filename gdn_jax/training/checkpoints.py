@@ -149,10 +149,11 @@ class Checkpoints:
         Without this list, or with arrays of other shapes, Orbax gives up many reads at once, which has ended the
         process.
         """
-        for folder, _, names in os.walk(self._alias.path / str(step)):
-            if odd := [name for name in names if not Path(folder, name).is_file()]:
-                raise ValueError(f"{odd[0]} is no regular file")  # a read of a pipe would not end
-        state = self._alias.path / str(step) / "state"
+        folder = self._alias.path / str(step)
+        if odd := [path for path in folder.rglob("*") if not (path.is_file() or path.is_dir())]:
+            # Orbax would wait for a pipe for ever.
+            raise ValueError(f"{odd[0].relative_to(folder)} is no regular file")
+        state = folder / "state"
         if not (state / "manifest.ocdbt").exists():
             raise ValueError("its list of arrays is missing")
         _check_arrays(ocp.PyTreeCheckpointer().metadata(state).item_metadata, like)

@@ -67,7 +67,7 @@ def pytest(copy: Path, *tests: str) -> tuple[int | None, str]:
     # was changed within the same second and kept its size.
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "160"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
-    command += ["--changed", "read"]  # a test of a kernel that is not chosen notices no fault in it
+    command += ["--changed", "--no-record"]  # a test of a kernel that is not chosen notices no fault in it
     options = dict(cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         done = subprocess.run(command, text=True, timeout=SECONDS, **options)
