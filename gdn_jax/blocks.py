@@ -95,9 +95,7 @@ def normalise_first(
 def whole(y: Float[Array, "*P D"] | Addend | Parts, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
     """Returns what is added to a stream x: y itself, the array of an `Addend`, or the sum of its parts [P, .., D]
     or `Parts`."""
-    if isinstance(y, Parts):
-        return y.sum().reshape(x.shape)
-    added = array_of(y)
+    added = y.sum() if isinstance(y, Parts) else array_of(y)
     return added if added.shape == x.shape else jnp.sum(added.reshape(-1, *x.shape), axis=0)
 
 

@@ -1,4 +1,4 @@
-"""What kernels of one row add to the residual stream, in parts that several CTAs make."""
+"""Results of kernels of one row that are added to the residual stream, in parts that several CTAs make."""
 
 from typing import Any
 
