@@ -130,7 +130,7 @@ class Experts(nnx.Module):
         args = x, self.router_rows[...], choice, gate_up, shared, self.implementation
         return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes_stream(*args) else None
 
-    def _mix(self, x, scores):
+    def _mix(self, x, scores) -> Any:
         """A call, with the router's scores or None."""
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
