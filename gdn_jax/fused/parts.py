@@ -19,7 +19,7 @@ class Parts:
         self._parts = parts
 
     def sum(self) -> Float[Array, " D"]:
-        """What is added to the stream."""
+        """Adds them up: the result is added to the stream."""
         return jnp.sum(self._parts, axis=0)
 
     def tree_flatten(self) -> tuple[tuple[Any], None]:
