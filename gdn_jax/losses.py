@@ -272,7 +272,7 @@ def _takes_kernel(implementation, x, weight) -> bool:
     reason = cross_entropy.check_supported(x, weight.shape[0]) or logit_cotangents.check_supported(
         exponentials
     )
-    return usable("the loss", implementation, reason)
+    return usable("the loss", implementation, reason, cross_entropy)
 
 
 def _by_kernel(x, weight, targets) -> _Softmax:

@@ -109,7 +109,7 @@ def gated_delta_rule(
       chunk_size: tokens per chunk, one of 16, 32, 64, 128 (ignored by "recurrent"; on a CPU the chunked form computes
         long rows in chunks of at most 32).
       implementation: "recurrent", "chunked", "mosaic_gpu" (the kernels for compute capability 9.0) or "mosaic_mma"
-        (those for 8.0, 8.6, 8.9 and 12.0, K and V to 128, which run on 9.0 too), run exactly or refused; None for the
+        (those by mma.sync, K and V to 128, from 8.0 on: `docs/devices.md`), run exactly or refused; None for the
         fastest that supports the call on this device.
 
     Returns:

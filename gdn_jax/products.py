@@ -289,11 +289,11 @@ def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
 
 def by_kernel(x: Array, w: Array) -> bool:
     """Whether a kernel makes the operands of x @ w and of its gradients on this device."""
-    from pallas_kernels.device.launch import device_reason
-    from pallas_kernels.layer.eight_bits import check_supported
+    from pallas_kernels.device.launch import kernel_reason
+    from pallas_kernels.layer.eight_bits import NEEDS, check_supported
 
     if (
-        device_reason() is not None or (expected_shards((x, w)) or 1) > 1
+        kernel_reason(NEEDS) is not None or (expected_shards((x, w)) or 1) > 1
     ):  # on a mesh XLA splits what it can see
         return False
     rows = math.prod(x.shape[:-1])

@@ -1,17 +1,14 @@
 """The rule by mma.sync without a GPU: values in the interpreter, registers as PTX names them, generated code."""
 
 import itertools
-import os
 import pathlib
 import re
-import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from generated_code import ptxas_report
 from jax import export
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu.mma import MMALayouts
@@ -264,24 +261,12 @@ CUT_KERNELS += ["mma_gradients"]
     ids=["pairs", "packed", "segments"],
 )
 def test_no_registers_are_spilled(call, kernels, capability, also):
-    """Compiled for every generation, where gcc and ptxas are.
-
-    `pallas_kernels.tools.compiling` fetches the compiler plugin of the installed jax through pip, once for a machine.
-    """
-    module = "pallas_kernels.tools.ptxas_report"
-    command = [sys.executable, "-m", module, "--only", call, "--capability", capability]
-    command += ["--also", *also] if also else []
-    environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    if missing := [program for program in ("ptxas", "gcc") if shutil.which(program) is None]:
-        pytest.skip(f"needs {' and '.join(missing)}")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if "'pip', 'download'" in done.stderr:
-        pytest.skip("the compiler of JAX's CUDA plugin is not here, and pip could not fetch it")
-    assert done.returncode == 0, done.stderr
-    found = [re.fullmatch(rf"{call}: (.*?) +(\d+) +(\d+) +(\d+) *", x) for x in done.stdout.splitlines()[1:]]
+    """Compiled for every generation, where gcc and ptxas are."""
+    text = ptxas_report("--only", call, "--capability", capability, *(["--also", *also] if also else []))
+    found = [re.fullmatch(rf"{call}: (.*?) +(\d+) +(\d+) +(\d+) *", x) for x in text.splitlines()[1:]]
     names = [f"{kernel}{generation}" for kernel in kernels for generation in ("", *(f", {x}" for x in also))]
-    assert [line[1] for line in found if line] == names, done.stdout
-    assert all(line[3] == line[4] == "0" for line in found if line), done.stdout
+    assert [line[1] for line in found if line] == names, text
+    assert all(line[3] == line[4] == "0" for line in found if line), text
 
 
 @pytest.mark.parametrize(

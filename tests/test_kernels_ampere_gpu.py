@@ -16,8 +16,9 @@ from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.checks.check import value_and_gradients
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.ampere import rule as mma_rule
+from pallas_kernels.device.needs import capabilities
 
-pytestmark = pytest.mark.gpu(*mma_rule.CAPABILITIES)
+pytestmark = pytest.mark.gpu(*capabilities(mma_rule.NEEDS))
 
 BY_MMA = functools.partial(gdn_jax.gated_delta_rule, implementation="mosaic_mma")
 

@@ -15,8 +15,10 @@ from gdn_jax.checks import cases
 from gdn_jax.checks.check import value_and_gradients
 from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.device import launch
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.tools.calls import CALLS
+from pallas_kernels.tools.compiling import _modules
 
 SLOW_CALLS = (
     "rule, packed", "rule, pool", "rule, open", "channels, packed, segments", "channels, backwards"
@@ -30,15 +32,18 @@ def usual(name: str) -> bool:
     return not re.search(r", (?!T 8).*,|K \d|float16|segments", name)
 
 
-LOWERED = [name for name in CALLS if not CALLS[name].from_8_0]
+LOWERED = [name for name in CALLS if CALLS[name].needs != Needs.MMA]
 
 
 @pytest.mark.parametrize(
     "name", harness.tiers(LOWERED, {*filter(usual, LOWERED)} - {*SLOW_CALLS}, SLOW_CALLS)
 )
 def test_lowers_for_compute_capability_9(name):
-    text = CALLS[name].lower().as_text()
-    assert text.count("mosaic_gpu") >= 1
+    """With wgmma in it only where the kernels say that they need it."""
+    lowered = CALLS[name].lower()
+    assert lowered.as_text().count("mosaic_gpu") >= 1
+    has_wgmma = any(b"wgmma" in module for module in _modules(lowered))
+    assert has_wgmma == (Needs.WGMMA in CALLS[name].needs)
 
 
 def gradients_lower(

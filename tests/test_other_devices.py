@@ -1,5 +1,6 @@
 """Devices that not all kernels run on: every call by what the device has, without an error, with one reason."""
 
+import re
 import types
 import warnings
 from functools import partial
@@ -9,20 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from generated_code import ptxas_report
 
 import gdn_jax
 from gdn_jax import cli, serving
 from gdn_jax.bench import measure
 from gdn_jax.bench.rule import RuleBenchmark
+from gdn_jax.fused.kernels import kernels_run
+from gdn_jax.fused.norms import add_norm
+from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.training import kernels, peak
 from pallas_kernels.device import grid_barrier, launch
-from pallas_kernels.layer import expert_product
+from pallas_kernels.layer import cross_entropy, expert_product
 from pallas_kernels.layer.rows import num_ctas
 from pallas_kernels.tools.compiling import lowering_for
 
 REASON = "compute capability {}; these kernels need 9.0"
-MMA_REASON = "compute capability {}; the kernels by mma.sync need 8.0, 8.6, 8.9, 9.0 or 12.0"
+MMA_REASON = "compute capability {}; the kernels by mma.sync need 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 or 12.0"
+
+
+SPILLED = {f"verify on a ring, T 4, {of}" for of in ("vk", "int8", "vk, int8")} | {"decode deferred, int8"}
+"""Calls whose kernels spill up to 80 bytes of registers on 10.0: those of drafts do so on 9.0, too."""
 
 
 def pretend(monkeypatch, capability: str) -> None:
@@ -57,8 +67,10 @@ def test_which_kernels_a_device_gets(monkeypatch):
         "8.0": True,
         "8.6": True,
         "8.9": True,
-        "10.0": False,
+        "10.0": True,
+        "10.3": True,
         "12.0": True,
+        "12.1": False,
     }.items():
         pretend(monkeypatch, capability)
         assert gdn_jax.supported_implementations(*tokens()) == {
@@ -115,6 +127,41 @@ def test_hopper_runs_both(monkeypatch):
     x, rule = tokens(), gdn_jax.gated_delta_rule
     assert kernels_of(rule, *x) == kernels_of(partial(rule, implementation="mosaic_gpu"), *x) == 3
     assert kernels_of(partial(rule, implementation="mosaic_mma"), *x) == 2
+
+
+def test_without_wgmma(monkeypatch):
+    """On 10.0 every kernel but those by wgmma, which are named one by one; what they multiply is XLA's."""
+    pretend(monkeypatch, "10.0")
+    assert kernels_run(None) and not kernels_run(None, cross_entropy) and not kernels_run("chunked")
+    x, w = jnp.ones((4096, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    assert kernels_of(partial(add_norm, weight=None, eps=1e-6), x, x) == 1
+    assert kernels_of(swiglu, x, w, w, w) == 1
+    with pytest.warns(UserWarning, match=f"the loss runs in plain JAX .*{REASON.format('10.0')}"):
+
+        def loss(x):
+            targets = jnp.zeros(4096, jnp.int32)
+            return linear_softmax_cross_entropy(x, w, targets, implementation="mosaic_gpu").loss
+
+        assert not kernels_of(jax.grad(loss), x)
+    assert kernels_of(gdn_jax.gated_delta_rule, *tokens()) == 2
+    with pytest.raises(NotImplementedError, match=REASON.format("10.0")):
+        jax.eval_shape(partial(gdn_jax.gated_delta_rule, implementation="mosaic_gpu"), *tokens())
+    (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
+    head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
+    assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == 1
+    pretend(monkeypatch, "9.0")
+    assert kernels_run(None, cross_entropy)
+
+
+@pytest.mark.slow
+def test_kernels_without_wgmma_compile_for_10_0():
+    """All of them, and those by mma.sync, without spilled registers, where gcc and ptxas are."""
+    lines = ptxas_report("--capability", "10.0").splitlines()[1:]
+    found = [re.fullmatch(r"(.*?) +(\d+) +(\d+) +(\d+) *", line) for line in lines]
+    assert all(found), lines
+    names = {line[1] for line in found if line}
+    assert {"mma, pairs: mma_outputs", "decode", "norm", "swiglu", "layer of a token"} <= names
+    assert {line[1] for line in found if line and line[3] != "0"} == SPILLED
 
 
 @pytest.mark.parametrize(
@@ -180,6 +227,9 @@ def test_training_says_why(monkeypatch):
     assert kernels.note() == told
     pretend(monkeypatch, "7.5")
     assert kernels.note() == f"note: plain JAX, without kernels: {REASON.format('7.5')}"
+    pretend(monkeypatch, "10.3")
+    told = f"note: the rule by the kernels of mosaic_mma, and no kernels by wgmma: {REASON.format('10.3')}"
+    assert kernels.note() == told
     pretend(monkeypatch, "9.0")
     assert kernels.note() is None
     monkeypatch.undo()

@@ -45,8 +45,10 @@ def mixture(
       [N, D] float32 (float64 when a weight is). Numerics: the result of an expert is rounded to the dtype of rows, by
       kernels and by a plain form of many rows; the sum over them is not.
     """
+    from pallas_kernels.layer import expert_product
+
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
-    if usable("a mixture of experts", implementation, _reason(rows, gate_up, down)):
+    if usable("a mixture of experts", implementation, _reason(rows, gate_up, down), expert_product):
         return _mixture(None, rows, weights, chosen, gate_up, down)
     return plain_mixture(rows, weights, chosen, gate_up, down)
 

@@ -16,20 +16,25 @@ H200, not measured: to write and read a weight again moves 4 bytes at 4.2 TB/s, 
 a second."""
 
 
-def kernels_run(implementation: str | None) -> bool:
+def kernels_run(implementation: str | None, kernel: Any = None) -> bool:
     """Whether kernels run on this device, for a caller that lets them.
 
     Args:
       implementation: that of the delta rule; "chunked" and "recurrent" never use a kernel.
+      kernel: module of the kernel that is meant, of whose `NEEDS` the device must have all; None: any of those around
+        the rule but the ones by wgmma.
     """
-    if implementation not in (None, "mosaic_gpu"):
-        return False
-    from pallas_kernels.device.launch import device_reason
-
-    return device_reason() is None
+    return implementation in (None, "mosaic_gpu") and _device_reason(kernel) is None
 
 
-def usable(part: str, implementation: str | None, reason: str | None) -> bool:
+def _device_reason(kernel: Any) -> str | None:
+    from pallas_kernels.device.launch import kernel_reason
+    from pallas_kernels.device.needs import Needs
+
+    return kernel_reason(Needs.TMA if kernel is None else kernel.NEEDS)
+
+
+def usable(part: str, implementation: str | None, reason: str | None, kernel: Any = None) -> bool:
     """Whether the kernels of a part take a call; warns where "mosaic_gpu" is named and they do not.
 
     The name belongs to the rule, which has kernels for every shape. Not every part has: a part without them runs in
@@ -39,13 +44,13 @@ def usable(part: str, implementation: str | None, reason: str | None) -> bool:
       part: its name, for the warning.
       implementation: as for `kernels_run`.
       reason: why the kernels cannot take the arguments; None if they can.
+      kernel: as for `kernels_run`.
     """
-    if reason is None and kernels_run(implementation):
+    if reason is None and kernels_run(implementation, kernel):
         return True
     if implementation == "mosaic_gpu":
-        from pallas_kernels.device.launch import device_reason
-
-        text = f"{part} runs in plain JAX beside the kernels of 'mosaic_gpu': {device_reason() or reason}"
+        why = _device_reason(kernel) or reason
+        text = f"{part} runs in plain JAX beside the kernels of 'mosaic_gpu': {why}"
         warnings.warn(text, stacklevel=3)  # Python shows it once for each place and text
     return False
 

@@ -37,11 +37,11 @@ def latent_rows(
     Returns:
       o in q's dtype. Numerics: scores and softmax in float32 (float64 of such arrays), weights rounded to c's dtype.
     """
-    from pallas_kernels.layer.latent_rows import check_supported
+    from pallas_kernels.layer import latent_rows as kernel
 
     arrays, length = (q, r, c, k), jnp.maximum(length, 1)
     explicit = lie_on_explicit_axes(q, c)
-    if kernels_run(implementation) and not explicit and check_supported(q, r, c) is None:
+    if kernels_run(implementation, kernel) and not explicit and kernel.check_supported(q, r, c) is None:
         return _latent_rows(scale, *arrays, length)
     return _plain(scale, length, *arrays)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import FEW_ROWS, fused_op, run, token_axes, usable
+from gdn_jax.fused.kernels import FEW_ROWS, fused_op, kernels_run, run, token_axes, usable
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.products import (
     COLUMNS,
@@ -78,11 +78,15 @@ def swiglu(
       rounded to x's dtype; their product is in float32 (float64 when x is), rounded once. The cotangent of that
       product is rounded too where XLA multiplies.
     """
+    from pallas_kernels.layer import swiglu_product
+
     given, x = x, array_of(x)
     gate_kernel, up_kernel, down_kernel = (w.astype(x.dtype) for w in (gate_kernel, up_kernel, down_kernel))
     F, E = down_kernel.shape
     is_plain = product is PLAIN
-    in_products = is_plain and _check_products(x, F, E) is None
+    in_products = (
+        is_plain and kernels_run(implementation, swiglu_product) and _check_products(x, F, E) is None
+    )
     reason = None if in_products else _check_supported(x, F)
     if math.prod(x.shape[:-1]) > FEW_ROWS and usable("the SwiGLU", implementation, reason):
         if not is_plain:

@@ -1,4 +1,4 @@
-"""The kernels by mma.sync and cp.async, for compute capability 8.0, 8.6, 8.9, 9.0 and 12.0: "mosaic_mma"."""
+"""The kernels by mma.sync and cp.async, for GPUs that have `Needs.MMA`: "mosaic_mma"."""
 
 from typing import Any
 

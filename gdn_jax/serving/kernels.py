@@ -44,7 +44,9 @@ class HeadGates:
 
         reason = vectors.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
         if reason is None and is_tree:
-            reason = drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout)
+            reason = drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) or _device_reason(
+                drafts_mma
+            )
             reason = reason and f"a tree of drafts on a ring: {reason}"
         return reason
 
@@ -74,6 +76,8 @@ class HeadGates:
         """Whether the kernel of drafts by tensor cores takes them."""
         from pallas_kernels.decode import drafts_mma
 
+        if _device_reason(drafts_mma) is not None:
+            return False
         return drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) is None
 
 
@@ -155,7 +159,7 @@ class StateKernels(StatePool):
         from pallas_kernels.decode import step
 
         reason = step.check_supported(*tokens[:3], self.arrays, is_tree=_is_tree(where))
-        return reason or _gates_reason(tokens) or _reason(self)
+        return reason or _gates_reason(tokens) or _reason(self, step)
 
     def decode(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
@@ -237,12 +241,14 @@ class DeferredKernels(DeferredPool):
 
     def unsupported(self, tokens: Raw | ChannelRaw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
+        from pallas_kernels.decode import deferred
+
         if type(self.checkpoints) not in CHECKPOINTS:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
         kv_layout = self.layout == STATE_LAYOUTS[0]
         kernels = TOKENS[type(tokens)]
         reason = kernels.ring_reason(tokens, self._rings(), kv_layout, _is_tree(where))
-        return reason or _gates_reason(tokens) or _reason(self)
+        return reason or _gates_reason(tokens) or _reason(self, deferred)
 
     def _append_token(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""
@@ -315,7 +321,7 @@ class WindowKernels(WindowPool):
         from pallas_kernels.decode import conv_update
 
         x, weight, bias, _ = tokens
-        return conv_update.check_supported(x, self.arrays, weight, bias) or _reason(self)
+        return conv_update.check_supported(x, self.arrays, weight, bias) or _reason(self, conv_update)
 
     def decode(self, call: Any, raw: Channels, at: At) -> tuple[Float[Array, "B D"], Any]:
         """`serving.causal_conv1d_update`."""
@@ -389,13 +395,17 @@ def _gates_reason(raw: Raw | ChannelRaw) -> str | None:
     return "a gate is float64; the kernels compute in float32" if wide else None
 
 
-def _reason(pool: StatePool) -> str | None:
-    """Why no kernel can change the pool in place on JAX's default device; None if one can."""
-    from pallas_kernels.device.launch import device_reason
-
+def _reason(pool: StatePool, kernel: Any) -> str | None:
+    """Why a kernel, from its module, cannot change the pool in place on JAX's default device; None if it can."""
     if _varies(pool):
         return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
-    return None if interpreter.get() is not None else device_reason()
+    return _device_reason(kernel)
+
+
+def _device_reason(kernel: Any) -> str | None:
+    from pallas_kernels.device.launch import kernel_reason
+
+    return None if interpreter.get() is not None else kernel_reason(kernel.NEEDS)
 
 
 def _varies(pool: StatePool) -> bool:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import supported_implementations
+from gdn_jax.fused.kernels import kernels_run
 
 
 def _supported() -> dict[str, str | None]:
@@ -28,4 +29,6 @@ def note() -> str | None:
         return None
     if (name := rule_implementation()) == "chunked":
         return f"note: plain JAX, without kernels: {reason}"
+    if kernels_run(None):
+        return f"note: the rule by the kernels of {name}, and no kernels by wgmma: {reason}"
     return f"note: the rule by the kernels of {name}, all else in plain JAX: {reason}"

@@ -24,6 +24,7 @@ from pallas_kernels.ampere.walk import Config
 from pallas_kernels.device.launch import capability_reason, compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.refusals import refusal
 from pallas_kernels.work.tables import (
     as_rows,
@@ -33,8 +34,7 @@ from pallas_kernels.work.tables import (
     known_lengths,
 )
 
-CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "12.0")
-"""Compute capabilities that the kernels were compiled for, without spilled registers."""
+NEEDS = Needs.MMA
 
 MOST_NUMBERS = 2**31
 """Numbers of an array up to which the kernels count."""
@@ -56,7 +56,7 @@ class Residuals(NamedTuple):
 
 def device_reason() -> str | None:
     """Why JAX's default device cannot run these kernels; None if it can."""
-    return capability_reason("the kernels by mma.sync", CAPABILITIES)
+    return capability_reason("the kernels by mma.sync", NEEDS)
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:

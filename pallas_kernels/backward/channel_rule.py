@@ -31,8 +31,11 @@ from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
 from pallas_kernels.device.memory import pad
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.split import work_of
 from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.residuals import Residuals, Segments
 from pallas_kernels.work.split import Work, chain_warpgroups, open_adjoint_warpgroups, segments_pay, work_of
 from pallas_kernels.work.tables import (
@@ -40,6 +41,8 @@ from pallas_kernels.work.tables import (
     visit_of_token,
     visit_tables,
 )
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)

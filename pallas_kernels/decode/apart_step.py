@@ -23,6 +23,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.decode.channel_step import ChannelCta, ChannelTile, channel_step
 from pallas_kernels.decode.tiles import Sizes, load, write_strength
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 
 class ApartTile(ChannelTile):

@@ -21,7 +21,7 @@ Shared memory of a warpgroup beside that of the kernel:
 | 2 T + 1           | the decay of a state that is written                                        |
 
 `keys` holds D_j of the ring's entries until they are multiplied by the keys of a state that is written.
-Hardware: compute capability 9.0. Limits: those of the kernels; states in 32 or 16 bits; no trees.
+Hardware: `NEEDS`. Limits: those of the kernels; states in 32 or 16 bits; no trees.
 """
 
 import dataclasses
@@ -43,6 +43,9 @@ from pallas_kernels.decode.tiles import Sizes, column_layout, load, spread, vect
 from pallas_kernels.decode.vectors import Answer
 from pallas_kernels.decode.walk import Unit
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 WARPGROUPS = {True: 3, False: 2}
 """Warpgroups of `channel_drafts` with states [K, V] and [V, K]. With one more each, the registers of four tokens

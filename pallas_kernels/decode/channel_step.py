@@ -26,6 +26,9 @@ from pallas_kernels.decode.step import step_of_channels
 from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, vector_layout, write_strength
 from pallas_kernels.device.gates import log_decays
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 
 class ChannelTile(Tile):

@@ -16,7 +16,7 @@ times, all but the first time from the L1 cache. Where D is no multiple, the las
 last channels of the row. Some of those it has already: it reads all that it takes before it writes. No shared memory.
 Numerics: the sum in float32, oldest input first, then the bias; y is rounded once. What a state keeps of itself keeps
 its bits.
-Hardware: compute capability 9.0. Limits: W from 2 to 4; D of at least `LANES`.
+Hardware: `NEEDS`. Limits: W from 2 to 4; D of at least `LANES`.
 """
 
 import dataclasses
@@ -33,7 +33,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.decode.tiles import load
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.slots import Slots, layer_input, one_for_all_layers
+
+NEEDS = Needs.TMA
 
 LANES = 128
 """Threads of a warpgroup, which take as many channels at once."""

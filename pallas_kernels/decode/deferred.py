@@ -24,7 +24,7 @@ Shared memory: `memory`.
 | u_arrived | the copy of the values of a unit's ring    | that warpgroup, before it reads them      |
 
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
-Hardware: compute capability 9.0. Limits: those of `step`; V a multiple of 32; L = 16. Rows of codes are taken whole:
+Hardware: `NEEDS`. Limits: those of `step`; V a multiple of 32; L = 16. Rows of codes are taken whole:
 with [K, V] V is 32, 64, 96 or 128.
 """
 
@@ -46,6 +46,9 @@ from pallas_kernels.decode.tiles import Sizes
 from pallas_kernels.decode.vectors import Config, Cta
 from pallas_kernels.decode.walk import Here, Unit, launch_walk, walk
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 
 def memory(sizes: Sizes, config: Config, state_dtype: Any, ring_dtype: Any, kind: type[Cta] = Cta) -> Memory:

@@ -20,7 +20,7 @@ Shared memory: `memory`.
 | arrived | the copy of a chunk of a warpgroup's state | that warpgroup, before it reads the chunk |
 
 Numerics: as in `step`; keys and values meet later tokens as the ring stores them.
-Hardware: compute capability 9.0. Limits: those of `deferred`; T at most 4.
+Hardware: `NEEDS`. Limits: those of `deferred`; T at most 4.
 """
 
 import functools
@@ -39,6 +39,9 @@ from pallas_kernels.decode.tiles import Sizes
 from pallas_kernels.decode.vectors import Config
 from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, walk
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""

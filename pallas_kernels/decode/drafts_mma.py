@@ -50,6 +50,9 @@ from pallas_kernels.decode.tiles import WARPS, Sizes, load
 from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, walk
 from pallas_kernels.device.layouts import COL, WGMMA, along_columns
 from pallas_kernels.device.memory import store_any, transposed
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 
 def check_supported(q, v, rings: Rings, *, kv_layout: bool) -> str | None:

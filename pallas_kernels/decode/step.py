@@ -22,7 +22,7 @@ the tile of a later one. Vectors, norms and gates of several tokens are worked o
 wait in shared memory.
 Numerics: gates, norms, sums and states in float32, rounded once where they are stored. The order of every sum depends
 on K, V, and the pool's dtype and layout, not on N: a request's bits do not depend on its neighbours.
-Hardware: compute capability 9.0. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
+Hardware: `NEEDS`. Limits: K <= 256; K and V multiples of 32; HV a multiple of Hq and Hk.
 """
 
 import functools
@@ -47,7 +47,10 @@ from pallas_kernels.decode.tiles import (
 )
 from pallas_kernels.device.launch import grid_index, launch, num_sms
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.slots import layer_input, one_for_all_layers
+
+NEEDS = Needs.TMA
 
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""

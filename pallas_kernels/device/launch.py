@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
+from pallas_kernels.device.needs import Needs, capabilities
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200, for which kernels are compiled where there is no GPU."""
@@ -161,24 +162,28 @@ def default_device() -> Any:
 
 
 def device_reason() -> str | None:
-    """Why JAX's default device cannot run kernels by wgmma and bulk copies; None if it can."""
-    return capability_reason("these kernels", ("9.0",))
+    """Why JAX's default device cannot run kernels by wgmma and bulk copies, and so all of them; None if it can."""
+    return capability_reason("these kernels", Needs.TMA | Needs.WGMMA)
 
 
-def capability_reason(kernels: str, capabilities: tuple[str, ...]) -> str | None:
-    """Why JAX's default device cannot run kernels; None if it can.
+def kernel_reason(needs: Needs) -> str | None:
+    """Why JAX's default device cannot run a kernel, from its `NEEDS`; None if it can."""
+    return device_reason() and capability_reason("these kernels", needs)
+
+
+def capability_reason(kernels: str, needs: Needs) -> str | None:
+    """Why JAX's default device has not all that kernels need; None if it has.
 
     Args:
       kernels: what the reason calls them.
-      capabilities: compute capabilities that they run on.
     """
     device = default_device()
     if device.platform != "gpu":
         return f"the default device is a {device.platform}; the kernels need an NVIDIA GPU"
     capability = str(getattr(device, "compute_capability", None))
-    *some, last = capabilities
+    *some, last = fitting = capabilities(needs)
     needed = f"{', '.join(some)} or {last}" if some else last
-    return None if capability in capabilities else f"compute capability {capability}; {kernels} need {needed}"
+    return None if capability in fitting else f"compute capability {capability}; {kernels} need {needed}"
 
 
 def num_sms() -> int:
@@ -190,7 +195,7 @@ def num_sms() -> int:
 SMALL_MEMORY = 101_376
 """Bytes of shared memory of a CTA on compute capability 8.6, 8.9 and 12.0."""
 
-SHARED_MEMORY = {"8.0": 166_912, "9.0": SMEM_LIMIT}
+SHARED_MEMORY = {"8.0": 166_912, "9.0": SMEM_LIMIT, "10.0": SMEM_LIMIT, "10.3": SMEM_LIMIT}
 """The same of compute capabilities that have more."""
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
 from pallas_kernels.device.memory import pad
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as head_rule
 from pallas_kernels.forward.channel_outputs import channel_outputs, default_config
 from pallas_kernels.forward.channel_transitions import channel_transitions
@@ -36,6 +37,8 @@ from pallas_kernels.work.tables import (
     row_items,
     visit_tables,
 )
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)

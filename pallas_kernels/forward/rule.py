@@ -22,6 +22,7 @@ from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled, num_sms
 from pallas_kernels.device.layouts import CHUNK, GRANULE, L2NORM_EPS, round_up
 from pallas_kernels.device.memory import pad
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
 from pallas_kernels.forward.transitions import segment_transitions
@@ -39,6 +40,8 @@ from pallas_kernels.work.tables import (
     row_items,
     share_chunks,
 )
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 MANY_WAVES = 16
 """Waves of CTAs after which the order of the sequences no longer matters."""

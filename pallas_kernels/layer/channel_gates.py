@@ -8,7 +8,7 @@ Outputs (GMEM): g [N, H, K] float32; df of f's dtype; the sums that each CTA mad
 added in a fixed order.
 Grid: as many CTAs of one warpgroup as run at once, the same number for each head, each of which walks over blocks of
 its head's rows. No shared memory.
-Numerics: float32 inside, see `device.gates`. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: float32 inside, see `device.gates`. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 import functools
@@ -23,7 +23,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.gates import log_decay_slopes, log_decays
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
+
+NEEDS = Needs.TMA
 
 BLOCK = 1024
 """Numbers of a block: 8 a thread."""

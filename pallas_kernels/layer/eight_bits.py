@@ -13,7 +13,7 @@ Grid: as many CTAs of one warpgroup as run at once, each of which walks over til
 and loads the next one while it writes. Shared memory: a tile, 8 KB, in which it is transposed.
 Numerics: scaled in float32, rounded to the nearest. A number beyond the largest of the dtype saturates to that one;
 NaN and infinite ones become NaN, and count as saturated too.
-Hardware: compute capability 9.0. Limits: `check_supported`.
+Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,11 @@ from pallas_kernels.device.eight_bits import LANES, THREADS
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, store_any, transposed
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
+
+NEEDS = Needs.TMA
 
 TOKENS = COLUMNS = 64
 """Sizes of a tile."""

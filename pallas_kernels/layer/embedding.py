@@ -8,7 +8,7 @@ Inputs (GMEM): dx [N, D] of any floating dtype; order [N] int32, the tokens sort
 the tokens of each id begin in it.
 Output (GMEM): dE [V, D] float32.
 Grid: a CTA of one warpgroup for each id and `columns` columns. It reads `AHEAD` rows at once. No shared memory.
-Numerics: float32. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: float32. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 from typing import Any
@@ -21,6 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 AHEAD = 8
 """Rows that are read before the first is added."""

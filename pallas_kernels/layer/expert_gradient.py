@@ -28,8 +28,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import Buffer, Memory, transposed
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 MULTIPLYING = 2
 """Warpgroups that multiply."""

@@ -15,7 +15,7 @@ for 1. x and all matrices bfloat16 or float16, of one dtype. Between the kernels
 Grid: persistent, CTAs of some warpgroups, see `Config`, which take the tiles of a CTA in turn and add up at its end.
 The copies of the first tiles are on their way while a CTA makes its part of h. Each kernel asks the L2 cache for
 what is read after it. Shared memory: `expert_walk.memory_of`.
-Numerics: float32, h too. The same bits in every call. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: float32, h too. The same bits in every call. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 import dataclasses
@@ -40,7 +40,10 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     store_any,
 )
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer.expert_walk import DEPTH, memory_of, tile_layout, walk
+
+NEEDS = Needs.TMA
 
 COLUMNS = 128
 """Columns of a tile of the branches."""

@@ -49,8 +49,11 @@ from pallas_kernels.device.memory import (
     store_any,
     transposed,
 )
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.expert_ring import DEPTH, Ring, barriers, roles
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 M = 64
 """Columns of weights that a product of the tensor cores has."""

@@ -10,7 +10,7 @@ alone has a place, so that such a row still changes no other one.) Outputs (GMEM
 where places that no choice has are not written, or hold any row; experts and counts [T] int32, of each tile its
 expert and how many rows it has; used [1] int32, how many tiles there are: of those behind nothing is written; places
 [rows k] int32, where each choice lies, not written for one of no expert.
-Grid: a CTA of one warpgroup for each tile. Limits: `check_supported`. Hardware: compute capability 9.0.
+Grid: a CTA of one warpgroup for each tile. Limits: `check_supported`. Hardware: `NEEDS`.
 """
 
 import functools
@@ -27,6 +27,9 @@ from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 MOST = 128
 """Rows of a call at most."""

@@ -11,7 +11,7 @@ Outputs (GMEM): y, do of o's dtype, [N, V]; dz like z, of which nothing is writt
 its derivative, if asked for; the sums of dw that each CTA made, [CTAs, rows, V] float32, which are added in a fixed
 order.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory.
-Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: float32 inside. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 import functools
@@ -26,7 +26,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
+
+NEEDS = Needs.TMA
 
 BLOCK = 1024
 """Numbers of a block: 8 a thread. Blocks of 4096 take 16 % more time backward (H200, 2026-11-22)."""

@@ -20,9 +20,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, LAYOUT, TOKENS, load, start
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
+
+NEEDS = Needs.TMA
 
 CTAS_PER_SM = 2
 """CTAs for each multiprocessor: as many as their registers allow."""

@@ -16,8 +16,8 @@ maxima and sums [parts, H], o [parts, H, C] float32, and the length, which the s
 y [1, H V] of q's dtype.
 Grid: CTAs of some warpgroups: `Config.parts` of the first, one for each head and `ROWS` rows of W to a warpgroup of
 the second. Shared memory: `_memory`.
-Numerics: float32; c is rounded as it lies in the cache. The same bits in every call. Hardware: compute capability
-9.0. Limits: `check_supported`.
+Numerics: float32; c is rounded as it lies in the cache. The same bits in every call. Hardware:
+`NEEDS`. Limits: `check_supported`.
 """
 
 import dataclasses
@@ -35,6 +35,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 PIECE = 256
 """Columns of c that a warp has at once."""

@@ -46,8 +46,11 @@ from pallas_kernels.device.memory import (
     store_any,
     transposed,
 )
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.expert_ring import Ring, barriers, roles, share
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 TOKENS = 64
 """Tokens of a tile, the M of a product."""

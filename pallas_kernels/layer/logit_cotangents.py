@@ -6,7 +6,7 @@ A kernel, so that XLA does not make these numbers again inside each of the two p
 
 Inputs (GMEM): u [T, V] bfloat16; f [tiles, T] float32; targets [T] int32; b [T] float32. Output (GMEM): dl like u.
 Grid: `CTAS_PER_SM` CTAs of one warpgroup to a multiprocessor, each of which takes one block after another, rows of
-`HEIGHTS` and words of `WIDTHS`. No shared memory. Numerics: float32, rounded once. Hardware: compute capability 9.0.
+`HEIGHTS` and words of `WIDTHS`. No shared memory. Numerics: float32, rounded once. Hardware: `NEEDS`.
 Limits: `check_supported`.
 """
 
@@ -21,8 +21,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.tiles import COLUMNS
+
+NEEDS = Needs.TMA
 
 HEIGHTS = (16, 8)
 """Rows of a block: the most that divide T."""

@@ -12,7 +12,7 @@ Outputs (GMEM): s, dx [N, D] of x's dtype; s once more, narrower, or without w r
 [N, D]; the sums of dw that each CTA made, [CTAs, rows, D] float32, which are added in a fixed order, so that results
 repeat bit for bit.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of rows. No shared memory but that
-of sums across warps. Numerics: float32 inside; n is made of s before it is rounded. Hardware: compute capability 9.0.
+of sums across warps. Numerics: float32 inside; n is made of s before it is rounded. Hardware: `NEEDS`.
 Limits: `check_supported`.
 """
 
@@ -27,7 +27,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
+
+NEEDS = Needs.TMA
 
 CTAS_PER_SM = 4
 """CTAs for each multiprocessor: as many as their registers allow."""

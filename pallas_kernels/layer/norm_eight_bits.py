@@ -15,7 +15,7 @@ of dy how many numbers each CTA saturated, int32. The scale of n has room for ev
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of `TOKENS` rows. The codes of a
 block wait in shared memory, 1 byte a number, until all of its rows are there; then a thread writes 16 bytes of a
 column. Shared memory: `TOKENS` (D + 16) bytes; with rows of D bytes four threads would meet in each bank.
-Numerics: those of `norm` and `eight_bits`. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: those of `norm` and `eight_bits`. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 import functools
@@ -33,10 +33,13 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.eight_bits import BELOW
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.memory import Buffer, store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import norm
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import TOKENS, left, of_threads, total
+
+NEEDS = Needs.TMA
 
 CTAS_PER_SM = 2
 """CTAs for each multiprocessor: as many as their registers allow."""

@@ -32,7 +32,7 @@ Grid: as many CTAs of four warpgroups as there are multiprocessors. Shared memor
     made        all, when experts are known, and   all
                 around what is added up
 
-Numerics: float32; v and h are not rounded. The same bits in every call. Hardware: compute capability 9.0. Limits:
+Numerics: float32; v and h are not rounded. The same bits in every call. Hardware: `NEEDS`. Limits:
 `check_supported`.
 """
 
@@ -53,6 +53,7 @@ from pallas_kernels.device.grid_barrier import constant, launch_stages
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import row_choice
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.expert_walk import DEPTH
@@ -66,6 +67,8 @@ from pallas_kernels.layer.routed_stages import (
     Sizes,
     makers,
 )
+
+NEEDS = Needs.TMA
 
 WIDEST = WARPS * r.WARP_WIDTH
 """Widest row: each warp makes a fourth of it."""

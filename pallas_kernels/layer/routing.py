@@ -9,7 +9,7 @@ Inputs (GMEM): x [N, E] float32; bias [E] float32. Outputs (GMEM): w [N, k] floa
 numbers e [N, k] int32, below E.
 Grid: a CTA of one warpgroup for each row. A place is found by counting what comes before: all pairs of experts are
 compared, `BLOCK` columns at a time, and vectors change from rows to columns through shared memory.
-Numerics: float32. Hardware: compute capability 9.0. Limits:
+Numerics: float32. Hardware: `NEEDS`. Limits:
 `check_supported`.
 """
 
@@ -28,6 +28,9 @@ from gdn_jax.shapes import Choice
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.layouts import COL, ROW, along_columns, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, store_any
+from pallas_kernels.device.needs import Needs
+
+NEEDS = Needs.TMA
 
 ROWS = 64
 """Experts whose places are counted at once."""

@@ -14,7 +14,7 @@ filters [C, taps] and bias [C] or none. In place (GMEM): states of the convoluti
 out [1, F] in the dtype asked for; for `Stream` s [1, D] of x's dtype, and v [1, D], if asked for.
 Grid: persistent, CTAs of one warpgroup, see `Config`, which take every ctas-th tile of `Config.rows` rows of W, in
 pieces of `columns` columns. Shared memory: `_memory`.
-Numerics: float32; v is not rounded. The same bits in every call. Hardware: compute capability 9.0. Limits:
+Numerics: float32; v is not rounded. The same bits in every call. Hardware: `NEEDS`. Limits:
 `check_stream`, `check_heads`.
 """
 
@@ -36,8 +36,11 @@ from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.made_rows import Heads, Row, Stream
+
+NEEDS = Needs.TMA
 
 WIDEST = 256
 """Columns of a piece at most, and so of a dimension of what is copied at once."""

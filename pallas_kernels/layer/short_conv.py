@@ -16,7 +16,7 @@ Grid: one CTA of one warpgroup for each (row of the batch, strip of `Config.stri
 many as run at once where that is possible. It walks over its tokens, forward from the first and backward from the
 last, with the inputs and cotangents of the tokens around the present one in registers. What a strip needs of its
 neighbours it reads or makes again. No shared memory.
-Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
+Numerics: float32 inside. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 import dataclasses
@@ -33,8 +33,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows
+
+NEEDS = Needs.TMA
 
 WIDTH = 4
 """Taps."""

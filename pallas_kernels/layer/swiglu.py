@@ -7,7 +7,7 @@ reads both of their derivatives.
 
 Inputs (GMEM): ab [2 N], dh [N] bfloat16 or float16. Outputs (GMEM): h [N]; dab [2 N], of ab's dtype.
 Grid: as many CTAs of one warpgroup as run at once, each of which walks over blocks of `BLOCK` numbers of h. No shared
-memory. Numerics: float32 inside. Hardware: compute capability 9.0. Limits: `check_supported`.
+memory. Numerics: float32 inside. Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 from typing import Any
@@ -20,7 +20,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
+
+NEEDS = Needs.TMA
 
 GROUP = 16
 """Numbers of a, or of b, that lie together: 32 bytes, of which memory is read in whole."""

@@ -27,9 +27,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import tiles
 from pallas_kernels.layer.swiglu_product import GROUP, silu_parts
 from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, TILE_ROWS, Config, Cta
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 _PARTS = 1 + COLUMNS // TILE_ROWS
 """Parts [TILE_ROWS, DEPTH] of a slot, each of which one copy fills: of dy, and the others of W or of branches."""

@@ -16,8 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, load, start
+
+NEEDS = Needs.TMA
 
 CTAS_PER_SM, BACKWARD_CTAS_PER_SM = 3, 2
 """CTAs for each multiprocessor: as many as their registers allow."""

@@ -25,9 +25,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import tiles
 from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 GROUP = 32
 """Numbers of a, or of b, that lie together: as many of both are a swizzled row of 128 bytes."""

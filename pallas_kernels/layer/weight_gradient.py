@@ -24,8 +24,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import compiled, launch
 from pallas_kernels.device.memory import Buffer, Memory, transposed
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import tiles
 from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
+
+NEEDS = Needs.TMA | Needs.WGMMA
 
 OUT = 32
 """Columns that are stored at once: 128 bytes, over which rows are swizzled."""

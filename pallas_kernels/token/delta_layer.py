@@ -15,7 +15,7 @@ dtype, where there is y; y_h [H, E] of the output's dtype. Between the stages (G
 Grid: CTAs of four warpgroups, as many for each head, at most one on a multiprocessor: all are on the device at once.
 Shared memory: that of both stages.
 Numerics: float32; what passes through the convolution is rounded before it. The same bits in every call.
-Hardware: compute capability 9.0. Limits: `check_supported`.
+Hardware: `NEEDS`. Limits: `check_supported`.
 """
 
 import functools
@@ -34,10 +34,13 @@ from pallas_kernels.device.grid_barrier import GridBarrier, barriers, most_ctas
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.memory import REDUCTION_BYTES, SMEM_LIMIT, Memory, smem_bytes
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.token import heads, projections
 from pallas_kernels.token.heads import WARPGROUPS, Head, Places, Rule, Share
 from pallas_kernels.token.projections import CHUNK, CHUNKS, WIDEST, Projections
+
+NEEDS = Needs.TMA
 
 FEWEST_CTAS = NUM_SMS // 2
 """With fewer of them the kernels of today, which have CTAs on all multiprocessors, read faster."""

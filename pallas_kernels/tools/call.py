@@ -3,10 +3,14 @@
 Arrays are written such as "bf16[64,1024] f32[1024] -", where "-" is None.
 """
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+
+from pallas_kernels.device.needs import Needs
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i32": "int32"}
 DTYPES |= {"i8": "int8", "f8": "float8_e4m3fn"}
@@ -18,8 +22,8 @@ class Call(NamedTuple):
     function: Callable[..., Any]
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
-    from_8_0: bool = False
-    """Whether its kernels compile for all compute capabilities from 8.0 on, and not for 9.0 alone."""
+    needs: Needs = Needs.TMA | Needs.WGMMA
+    """What its kernels need of a GPU."""
 
     def lower(self) -> jax.stages.Lowered:
         """The call lowered for an NVIDIA GPU; without one JAX assumes compute capability 9.0."""
@@ -39,6 +43,15 @@ def shapes(text: str) -> list[Any]:
     return [shape(part) for part in text.split()]
 
 
-def call(function: Callable[..., Any], positional: str, **keywords: str) -> Call:
-    """A call of arrays that are written as text."""
-    return Call(function, (*shapes(positional),), {name: shapes(x)[0] for name, x in keywords.items()})
+def call(function: Callable[..., Any], positional: str, needs: Needs | None = None, **keywords: str) -> Call:
+    """A call of arrays that are written as text.
+
+    Args:
+      needs: of the kernels; None: what the file of the function says.
+    """
+    if needs is None:
+        inner = function
+        while isinstance(inner, partial):
+            inner = inner.func
+        needs = sys.modules[inner.__module__].NEEDS
+    return Call(function, (*shapes(positional),), {name: shapes(x)[0] for name, x in keywords.items()}, needs)

@@ -25,6 +25,7 @@ from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
 from pallas_kernels.decode.drafts import drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
@@ -154,7 +155,7 @@ def mma_call(**options: Any) -> Call:
         cotangents = backward.OutputCotangents(o, None if x.initial_state is None else final)
         return o, final, mma_backward.backward(x, residuals, cotangents, **static)
 
-    return Call(run, rule_call(**options).positional, {}, from_8_0=True)
+    return Call(run, rule_call(**options).positional, {}, mma_rule.NEEDS)
 
 
 def channels_call(
@@ -395,11 +396,13 @@ CALLS: dict[str, Call] = {
         expert_row_call,
         "bf16[1,1536] f32[1,8] i32[1,8] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
         "bf16[512,1536]",
+        Needs.TMA,
     ),
     "experts that a row chooses": call(
         routed_stream_call,
         "bf16[1,1536] bf16[1,1536] f32[1536] f32[128,1536] f32[128] bf16[128,1536,1024] bf16[128,512,1536] "
         "bf16[1536,512] bf16[1536,512] bf16[512,1536]",
+        Needs.TMA,
     ),
     **BATCH_CALLS,
     "row of a stream": call(
@@ -407,7 +410,9 @@ CALLS: dict[str, Call] = {
         "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
     ),
     "row of a stream, filtered": call(
-        filtered_row_call, "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]"
+        filtered_row_call,
+        "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]",
+        Needs.TMA,
     ),
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
@@ -417,6 +422,7 @@ CALLS: dict[str, Call] = {
         delta_layer_call,
         "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4] f32[1,16,128,128] f32[128] "
         "bf16[1536,2048] f32[16] f32[16,128]",
+        Needs.TMA,
     ),
     "latent attention of a row": call(
         partial(latent_row, places=LatentPlaces(256, 832), scale=192**-0.5, eps=1e-6),

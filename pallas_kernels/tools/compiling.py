@@ -23,6 +23,7 @@ import jax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 
+from pallas_kernels.device.needs import HAS
 from pallas_kernels.tools.calls import CALLS
 
 CAPABILITY = "GDN_CAPABILITY"
@@ -89,7 +90,7 @@ def printed(only: str, capability: str) -> Iterator[tuple[str, str]]:
     os.environ[CAPABILITY] = capability
     library, seen = _compiler(), set()
     for name, call in CALLS.items():
-        if only not in name or not (capability == "9.0" or call.from_8_0):
+        if only not in name or call.needs not in HAS[capability]:
             continue
         with lowering_for(capability):
             lowered = call.lower()

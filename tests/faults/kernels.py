@@ -131,8 +131,8 @@ FAULTS = (
     ),
     Fault(
         "an RTX 4090 is given kernels of Hopper",
-        'capability_reason("these kernels", ("9.0",))',
-        'capability_reason("these kernels", ("8.9", "9.0"))',
+        '"8.9": Needs.MMA,',
+        '"8.9": Needs.MMA | Needs.TMA | Needs.WGMMA,',
         "tests/test_other_devices.py",
     ),
     Fault(
@@ -200,5 +200,11 @@ FAULTS = (
         "for device in (default_device(), *jax.local_devices()) if",
         "for device in (default_device(),) if",
         "tests/test_other_devices.py::test_kernels_ask_for_the_device_that_runs_them",
+    ),
+    Fault(
+        "cotangents that saturate are not counted",
+        "    count = None if saturated is None else saturated + dy8.saturated\n    return dx",
+        "    count = saturated\n    return dx",
+        "tests/test_kernels_eight_bits.py::test_outliers_outside_the_sample_are_counted[False]",
     ),
 )
