@@ -1,6 +1,7 @@
 """The family's rule against its oracle: decays of each channel, erase and write apart, several steps a token."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +304,7 @@ def test_steps_equal_the_row():
     assert_close(np.moveaxis(np.asarray(outputs), 0, 1), row["o"], bound("o", "float32"))
     assert_close(np.asarray(S), row["final_state"], bound("o", "float32"))
     strengths = dict(erase=x.erase, write=x.write, initial_state=x.initial_state)
-    h = jax.jit(delta_chunk_states)(x.k, x.v, x.g, **strengths)
+    long = x.k * np.arange(1, 1 + x.k.shape[2], dtype=x.k.dtype)[:, None]  # of the unit keys of the case
+    h = jax.jit(partial(delta_chunk_states, use_k_l2norm=True))(long, x.v, x.g, **strengths)
     for chunk in (1, 2):
         assert_close(np.asarray(states)[64 * chunk - 1], np.asarray(h[:, chunk]), bound("o", "float32"))

@@ -44,6 +44,8 @@ def residuals_of(call: mosaic.Call, x: Any, segment_chunks: int | None = None) -
     e = k if a.e is None else rows(a.e, K)
     beta = np.ones((T, HO)) if a.beta is None else np.asarray(a.beta[0], np.float64)
     beta = np.pad(beta, ((0, -T % CHUNK), (0, 0)))
+    if x.segment_ids is not None:
+        g[1:T][np.diff(np.asarray(x.segment_ids[0])) != 0] = -np.inf
     borders = [0, T] if x.cu_seqlens is None else [int(n) for n in np.append(x.cu_seqlens, T)]
     visits = [
         (max(begin, start), min(end, start + CHUNK), start)
@@ -104,8 +106,12 @@ CASES = {
         None,
     ),
     "segments": (
-        wide("back-segments", "mixed", T=66, heads=(1, 1, 1), K=64, V=64, state_layout="vk"),
+        wide("back-segments", "mixed", T=66, heads=(1, 1, 1), K=60, V=50, state_layout="vk"),
         1,
+    ),
+    "segment ids": (
+        wide("back-ids", "mixed", T=20, heads=(1, 1, 1), K=64, V=64, segments=((7, 1, 12),)),
+        None,
     ),
 }
 

@@ -27,6 +27,7 @@ LAYERS = {
     "kda-bounded": lambda: make(
         KimiDeltaAttention,
         gate="lower_bound",
+        lower_bound=-3.0,
         gate_rank=None,
         output_gate_rank=None,
         allow_neg_eigval=True,
@@ -113,7 +114,7 @@ def layer_oracle(layer, x, cache):
     else:
         z = low_rank(p, "f", x).reshape(T, HV, K) + p["dt_bias"]
         bounded = layer.lower_bound is not None
-        g = -5.0 * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
+        g = layer.lower_bound * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
         erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
         write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if "w_proj" in p else erase
         erase = erase if erases else 0 * erase

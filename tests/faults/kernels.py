@@ -202,6 +202,20 @@ FAULTS = (
         "tests/test_other_devices.py::test_kernels_ask_for_the_device_that_runs_them",
     ),
     Fault(
+        "gradients with a decay of each channel cross borders of segments",
+        "    if x.segment_ids is not None:\n"
+        "        g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)\n"
+        "    q, k, e, g = (None if y is None else pad(y, (B, T8",
+        "    q, k, e, g = (None if y is None else pad(y, (B, T8",
+        "tests/test_family_kernels_backward.py::test_gradients[segment ids]",
+    ),
+    Fault(
+        "the cotangent of a state [V, K] is cut as one of [K, V]",
+        "        shape = (K, V) if static.kv_layout else (V, K)\n        dh_0 = walked.dh_0[:, :, : shape[0]",
+        "        shape = (K, V)\n        dh_0 = walked.dh_0[:, :, : shape[0]",
+        "tests/test_family_kernels_backward.py::test_gradients[segments]",
+    ),
+    Fault(
         "cotangents that saturate are not counted",
         "    count = None if saturated is None else saturated + dy8.saturated\n    return dx",
         "    count = saturated\n    return dx",

@@ -259,4 +259,10 @@ FAULTS = (
         "return likeliest, new or ()",
         "tests/test_served_attention.py::test_tokens_beyond_the_capacity_are_none",
     ),
+    Fault(
+        "the bound of a gate is always -5",
+        'self.lower_bound = lower_bound if gate == "lower_bound" else None',
+        'self.lower_bound = -5.0 if gate == "lower_bound" else None',
+        "tests/test_family_layers.py::test_against_float64[kda-bounded]",
+    ),
 )

@@ -219,4 +219,10 @@ FAULTS = (
         "np.array(devices).reshape(self.context, self.head, self.data).T",
         "tests/test_parallel_training.py::test_neighbours_on_a_mesh",
     ),
+    Fault(
+        "the states of chunks are those of keys that are not normalised",
+        "    (k,) = _normalised(call, x.k)\n",
+        "    k = x.k\n",
+        "tests/test_family.py::test_steps_equal_the_row",
+    ),
 )
