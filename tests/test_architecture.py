@@ -172,6 +172,8 @@ ROOMS: dict[str, set[str]] = {
     "training": {
         "plots",
         "shapes",
+        "products",
+        "fused",
         "gdn_jax",
         "parallel",
         "blocks",

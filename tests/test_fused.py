@@ -238,7 +238,7 @@ def test_embed(dtype):
 def test_when_kernels_are_used(implementation, reason, device, expected, monkeypatch):
     from pallas_kernels.device import launch
 
-    monkeypatch.setattr(launch, "device_reason", lambda: device)
+    monkeypatch.setattr(launch, "kernel_reason", lambda needs: device)
     told = device or "a reason"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -62,7 +62,7 @@ def count_beyond(shape: tuple[int, ...], dtype: str, layout: Any):
             words = vector.bitcast(ir.VectorType.get((n,), i32), register)
             pairs += [vector.extract(words, [], [i]) for i in range(n)]
         for first in range(0, len(pairs), 16):
-            found = None
+            found: Any = None
             for pair in pairs[first : first + 16]:
                 larger = arith.andi(arith.addi(arith.andi(pair, others), left), signs)
                 found = larger if found is None else arith.ori(arith.shrui(found, one), larger)

@@ -1,4 +1,4 @@
-"""What kernels need of a GPU, and which GPUs have it: the only list of compute capabilities.
+"""The features of a GPU that kernels need, and which GPUs have them: the only list of compute capabilities.
 
 The file of a kernel says what it needs in `NEEDS`. A test compiles for 10.0 all kernels that need no wgmma.
 """
@@ -7,7 +7,7 @@ import enum
 
 
 class Needs(enum.Flag):
-    """What only some GPUs have."""
+    """Features that only some GPUs have."""
 
     MMA = enum.auto()
     """mma.sync, ldmatrix and cp.async."""

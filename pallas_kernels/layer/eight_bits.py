@@ -176,7 +176,7 @@ def start(
 
 
 def left(scale: jax.Array, codes: Any, dtype: Any) -> Int[Array, "1"]:
-    """What `Device.count_beyond` takes for numbers of a dtype and codes of a scale."""
+    """The argument of that name of `Device.count_beyond`, for numbers of a dtype and codes of a scale."""
     bound = (float(jnp.finfo(codes).max) / scale.astype(jnp.float32)).astype(dtype)
     bits = lax.bitcast_convert_type(bound, jnp.uint16).astype(jnp.int32) & 0x7FFF
     return ((0x7FFF - bits) * 0x10001).reshape(1)

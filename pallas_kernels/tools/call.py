@@ -23,7 +23,7 @@ class Call(NamedTuple):
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
     needs: Needs = Needs.TMA | Needs.WGMMA
-    """What its kernels need of a GPU."""
+    """Features of a GPU that its kernels need."""
 
     def lower(self) -> jax.stages.Lowered:
         """The call lowered for an NVIDIA GPU; without one JAX assumes compute capability 9.0."""
@@ -43,7 +43,9 @@ def shapes(text: str) -> list[Any]:
     return [shape(part) for part in text.split()]
 
 
-def call(function: Callable[..., Any], positional: str, needs: Needs | None = None, **keywords: str) -> Call:
+def call(
+    function: Callable[..., Any], positional: str, needs: Needs | None = None, /, **keywords: str
+) -> Call:
     """A call of arrays that are written as text.
 
     Args:
