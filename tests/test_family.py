@@ -304,7 +304,7 @@ def test_steps_equal_the_row():
     assert_close(np.moveaxis(np.asarray(outputs), 0, 1), row["o"], bound("o", "float32"))
     assert_close(np.asarray(S), row["final_state"], bound("o", "float32"))
     strengths = dict(erase=x.erase, write=x.write, initial_state=x.initial_state)
-    long = x.k * np.arange(1, 1 + x.k.shape[2], dtype=x.k.dtype)[:, None]  # of the unit keys of the case
-    h = jax.jit(partial(delta_chunk_states, use_k_l2norm=True))(long, x.v, x.g, **strengths)
+    states_of = jax.jit(partial(delta_chunk_states, use_k_l2norm=True))
+    h = states_of(3 * x.k, x.v, x.g, **strengths)  # the keys of the case have length 1
     for chunk in (1, 2):
         assert_close(np.asarray(states)[64 * chunk - 1], np.asarray(h[:, chunk]), bound("o", "float32"))

@@ -21,13 +21,15 @@ from gdn_jax.layers import (
 
 F32 = FLOAT32["o"]
 D = 20
+BOUND = -3.0
+"""Of the gate that has one: another than the default, and not read off the layer."""
 SIZES = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6, "expand_v": 1.5, "implementation": "recurrent"}
 LAYERS = {
     "kda": lambda: make(KimiDeltaAttention, output_gate_bias=True, conv_bias=True),
     "kda-bounded": lambda: make(
         KimiDeltaAttention,
         gate="lower_bound",
-        lower_bound=-3.0,
+        lower_bound=BOUND,
         gate_rank=None,
         output_gate_rank=None,
         allow_neg_eigval=True,
@@ -114,7 +116,7 @@ def layer_oracle(layer, x, cache):
     else:
         z = low_rank(p, "f", x).reshape(T, HV, K) + p["dt_bias"]
         bounded = layer.lower_bound is not None
-        g = layer.lower_bound * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
+        g = BOUND * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
         erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
         write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if "w_proj" in p else erase
         erase = erase if erases else 0 * erase
