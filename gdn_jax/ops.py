@@ -4,6 +4,7 @@ Every operation is compiled as a whole, once for each set of shapes and options,
 part of what is compiled there.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from gdn_jax.shapes import (
     SegmentIds,
     Strength,
     Values,
+    accumulation_dtype,
     check_array,
     check_ascending,
     check_choice,
@@ -44,16 +46,22 @@ IMPLEMENTATIONS = (*mosaic.KERNELS, "chunked", "recurrent")
 
 CHUNK_SIZES = (16, 32, 64, 128)
 
+MOST_ERASED = 2.1
+"""Largest beta |k|^2 that `debug_checks` lets through: 2, and what rounding adds to normalised keys of 16 bits."""
+
 _debug_checks = False
 
 
 def debug_checks(enabled: bool) -> None:
     """Switches checks on or off, for functions traced from now on. Off by default.
 
-    Values, g <= 0 and cu_seqlens ascending: under jit they are checked on the host while the program runs, which
-    raises there (jax reports it as a `JaxRuntimeError` that carries the ValueError's text) and costs a transfer per
-    call. Shardings: an argument that lies on a mesh along a dimension that the operation cannot split, tokens or
-    heads that do not divide, is a UserWarning while the program is compiled.
+    Values: g <= 0, beta |k|^2 of about 2 at most (beyond it the state of the delta rule grows without bound, as where
+    keys were not normalised), and cu_seqlens ascending. Known arrays are checked at once, with a ValueError; under
+    jit they are checked on the host while the program runs, which raises there (jax reports it as a
+    `JaxRuntimeError` that carries the ValueError's text) and costs a transfer per call. Layout: fewer tokens than
+    heads, as where arrays are [B, heads, T, width], are a UserWarning; it may be right, so that there is none without
+    `debug_checks`. Shardings: an argument that lies on a mesh along a dimension that the operation cannot split,
+    tokens or heads that do not divide, is a UserWarning while the program is compiled.
 
     Args:
       enabled: whether they are on.
@@ -88,8 +96,10 @@ def gated_delta_rule(
         S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
     Args:
-      q, k: queries [B, T, Hq, K] and keys [B, T, Hk, K], float16, bfloat16, float32 or float64. Keys should have
-        norm at most about 1 (see use_qk_l2norm): the rule itself grows without bound where beta |k|^2 > 2.
+      q, k: queries [B, T, Hq, K] and keys [B, T, Hk, K], float16, bfloat16, float32 or float64. Tokens come before
+        heads: arrays [B, heads, T, width] have legal shapes too where q, k and v have equally many heads. Keys should
+        have norm at most about 1 (see use_qk_l2norm): the rule itself grows without bound where beta |k|^2 > 2. See
+        `debug_checks` for both.
       v: values [B, T, HV, V], q's dtype. Hq, Hk and HV divide HO = max(Hq, HV); head i of the output reads head
         i // (HO // Hx) of each input. K and V from 1 to 256.
       g: log decay [B, T, HO], natural logarithm, <= 0, -inf for a full reset; None for no decay. For a linear
@@ -121,14 +131,15 @@ def gated_delta_rule(
       NotImplementedError: the named implementation cannot run this call, with the reason.
 
     Numerics: see `reference.recurrent_rule` and `chunked.chunked_rule`.
-    Source: fla's `chunk_gated_delta_rule` (same argument order, log gates).
+    Source: fla's `chunk_gated_delta_rule` (same argument order, log gates). Its other keywords, such as
+      `output_final_state`, are those of `gdn_jax.adapters.fla.chunk_gated_delta_rule`.
     """
     check_flags(use_qk_l2norm=use_qk_l2norm)
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims, scale, implementation = check_call(x, scale, state_layout, chunk_size, implementation)
     by_kernels = implementation in mosaic.KERNELS
     known = known_lengths(cu_seqlens, dims.T, always=by_kernels)
-    x = _checked_values(x, dims)
+    x = _checked_values(x, dims, use_qk_l2norm)
     results = RuleAxes.of(x).outputs
     if by_kernels:
         call = mosaic.Call(use_qk_l2norm, state_layout, known, expected_shards(x), kernels=implementation)
@@ -238,7 +249,7 @@ def chunk_states(
     x = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
     dims = check_arrays(x, state_layout, chunk_size, None)
     known_lengths(cu_seqlens, dims.T)
-    x = _checked_values(x._replace(q=None), dims)
+    x = _checked_values(x._replace(q=None), dims, use_k_l2norm)
     call = xla.Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
     return _on_shards(xla.chunk_states, call, "b . h . .", x)
 
@@ -331,10 +342,12 @@ def known_lengths(cu_seqlens: Any, T: int, always: bool = False) -> bytes | None
     return known.tobytes()
 
 
-def _checked_values(x: RuleArrays, dims: Dims) -> RuleArrays:
+def _checked_values(x: RuleArrays, dims: Dims, normalises: bool) -> RuleArrays:
     """The arguments as arrays of JAX that vary alike, checked as `debug_checks` says."""
     if _debug_checks:
+        check_layout(dims)
         check_values(dims.T, x.g, x.cu_seqlens)
+        check_keys(None if normalises else x.k, x.beta)
         axes = RuleAxes.of(x)
         arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
         warn_of_gathers(x._fields, arrays, axes.inputs, axes.sizes)
@@ -343,12 +356,59 @@ def _checked_values(x: RuleArrays, dims: Dims) -> RuleArrays:
     )
 
 
+def check_layout(dims: Dims) -> None:
+    """Warns of tokens and heads that seem to have changed places, as `debug_checks` says."""
+    if 1 < dims.T < dims.HO:  # a single token is what generation has
+        warnings.warn(
+            f"q, k, v: {dims.T} tokens of {dims.HO} heads; arrays are [B, T, heads, width], and if these are "
+            "[B, heads, T, width], tokens and heads have to change places first",
+            stacklevel=4,
+        )
+
+
 def check_values(T: int, g: Any, cu_seqlens: Any) -> None:
-    """Checks values while the program runs, as `debug_checks` says; either may be None."""
+    """Checks values where they are known, else while the program runs, as `debug_checks` says; either may be None."""
     if g is not None:
-        jax.debug.callback(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
+        check_known(_check_log_decay, jnp.max(g, initial=-jnp.inf), jnp.isnan(g).any())
     if cu_seqlens is not None:
-        jax.debug.callback(partial(check_ascending, T), cu_seqlens)
+        check_known(partial(check_ascending, T), cu_seqlens)
+
+
+def check_keys(k: Any, erase: Any) -> None:
+    """Checks that no token erases more than twice what its key finds, as `debug_checks` says.
+
+    Args:
+      k: keys [B, T, Hk, K]; None for keys that are normalised.
+      erase: strengths [B, T, HO] or [B, T, HO, K]; None for 1.
+    """
+    if k is not None:
+        whole = ". . . .", None if erase is None else " ".join("." * erase.ndim)
+        check_known(_check_erased, on_explicit_shards(_largest_erased, (k, erase), whole, "", {}))
+
+
+def check_known(check: Callable[..., None], *arrays: Any) -> None:
+    """Runs a check on the host: at once where all arrays are known, else while the program runs."""
+    if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in arrays):
+        jax.debug.callback(check, *arrays)
+    else:
+        check(*map(np.asarray, arrays))
+
+
+def _largest_erased(k: jax.Array, erase: jax.Array | None) -> jax.Array:
+    """The largest erase |k|^2 of a token and head."""
+    squares = jnp.square(k.astype(accumulation_dtype(k)))
+    if erase is not None:
+        of_heads = erase.reshape(*k.shape[:3], -1, 1 if erase.ndim == 3 else k.shape[3])
+        squares = of_heads.astype(squares.dtype) * squares[:, :, :, None]
+    return jnp.max(jnp.sum(squares, -1), initial=0)
+
+
+def _check_erased(largest: jax.Array | np.ndarray) -> None:
+    if np.any(largest > MOST_ERASED):
+        raise ValueError(
+            "k: expected keys of unit length, or beta |k|^2 of at most 2, beyond which the state grows without bound "
+            f"(use_qk_l2norm=True normalises q and k), got a largest beta |k|^2 of {float(np.max(largest)):.6g}"
+        )
 
 
 def _check_log_decay(largest: jax.Array | np.ndarray, has_nan: jax.Array | np.ndarray) -> None:

@@ -269,6 +269,11 @@ def rule_dims(
     for name, x in (("k", k), ("v", v), ("q", q)):
         check_numbers(name, x.shape[1:])
     B, T, Hq, K = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[1] != T and x.shape[2] == Hq > max(T, x.shape[1]):
+            _fail(
+                name, f"{T} tokens as q has, in [B, T, heads, width], not [B, heads, T, width]", list(x.shape)
+            )
     check_array("k", k, (B, T, None, K), "B, T, Hk, K")
     check_array("v", v, (B, T, None, None), "B, T, HV, V")
     for name, x in (("k", k), ("v", v)):

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+import warnings
 
 import compiled_programs
 import harness
@@ -150,6 +151,13 @@ ERRORS = {
     "k-tokens": (dict(k=X.k[:, :4]), "k", "B, T, Hk, K", r"\[2, 4, 2, 6\]"),
     "v-tokens": (dict(v=X.v[:, :4]), "v", "B, T, HV, V", r"\[2, 4, 4, 3\]"),
     "k-width": (dict(k=X.k[..., :5]), "k", "6", r"\[2, 5, 2, 5\]"),
+    "heads-before-tokens": (
+        {name: np.zeros((2, heads, 16, 6), f32) for name, heads in (("q", 2), ("k", 2), ("v", 4))}
+        | dict(g=None, beta=None, initial_state=None),
+        "v",
+        r"not \[B, heads, T, width\]",
+        r"\[2, 4, 16, 6\]",
+    ),
     "q-heads": (dict(q=np.zeros((2, 5, 3, 6), f32)), "q", "divides HO .* 4", "3"),
     "k-heads": (dict(k=np.zeros((2, 5, 3, 6), f32)), "k", "divides HO .* 4", "3"),
     "k-more-heads": (dict(k=np.zeros((2, 5, 8, 6), f32)), "k", "divides HO .* 4", "8"),
@@ -336,6 +344,10 @@ RUN_TIME = {
     "positive-g": (lambda x: x | {"g": x["g"].at[1, 3, 2].set(0.5)}, "g: expected .*<= 0.*, got .*0.5"),
     "alpha-for-g": (lambda x: x | {"g": jnp.exp(x["g"])}, "g: expected .*log_decay_from_alpha"),
     "nan-g": (lambda x: x | {"g": x["g"].at[1, 3, 2].set(jnp.nan)}, "g: expected .*, got .*nan"),
+    "long-keys": (
+        lambda x: x | {"k": 6 * x["k"]},
+        r"k: expected keys of unit length.*use_qk_l2norm=True.*, got a largest beta \|k\|\^2 of [1-9]",
+    ),
     "descending": (lambda x: x | {"cu_seqlens": jnp.array([0, 4, 2, 5])}, "cu_seqlens: expected .*ascending"),
     "late-start": (lambda x: x | {"cu_seqlens": jnp.array([1, 2, 2, 5])}, "cu_seqlens: expected .* 0"),
     "beyond-the-row": (lambda x: x | {"cu_seqlens": jnp.array([0, 2, 2, 6])}, "cu_seqlens: expected .*5"),
@@ -358,7 +370,7 @@ def test_run_time_checks(name, compiled, run_time_checks):
 
     call = jax.jit(call) if compiled else call
     finish(call, x)
-    with pytest.raises(Exception, match=text):
+    with pytest.raises(jax.errors.JaxRuntimeError if compiled else ValueError, match=text):
         finish(call, change(x))
 
 
@@ -370,6 +382,23 @@ def test_run_time_checks_of_chunk_states(name, run_time_checks):
     finish(call, x)
     with pytest.raises(Exception, match=text):
         finish(call, change(x))
+
+
+def test_heads_before_tokens_where_both_fit():
+    """A warning with the checks switched on, as few tokens of many heads may be meant."""
+    x = jnp.zeros((1, 3, 8, 4))
+
+    def call():
+        return jax.eval_shape(lambda: gdn_jax.gated_delta_rule(x, x, x))  # a new function is traced again
+
+    with warnings.catch_warnings(action="error"):
+        call()
+    gdn_jax.debug_checks(True)
+    try:
+        with pytest.warns(UserWarning, match="3 tokens of 8 heads"):
+            call()
+    finally:
+        gdn_jax.debug_checks(False)
 
 
 def test_run_time_checks_are_off_by_default():

@@ -13,6 +13,8 @@ from gdn_jax.family import forms, mosaic
 from gdn_jax.family.arrays import Arrays, array_names, rule_axes
 from gdn_jax.ops import (
     check_arrays,
+    check_keys,
+    check_layout,
     check_scale,
     check_values,
     chunk_states,
@@ -116,7 +118,7 @@ def delta_rule(
     by_kernels, results = implementation == "mosaic_gpu", rule_axes(x).outputs
     known = known_lengths(cu_seqlens, dims.T, always=by_kernels)
     is_beta = apart[0] is apart[1] and getattr(apart[0], "ndim", 3) == 3
-    x = _checked(x, dims)
+    x = _checked(x, dims, use_qk_l2norm)
     if not by_kernels:
         call = Call(use_qk_l2norm, state_layout, implementation, chunk_size)
         return _on_shards(forms.rule, call, results, x, scale)
@@ -217,7 +219,7 @@ def delta_chunk_states(
     check_flags(use_k_l2norm=use_k_l2norm)
     dims = _check(x, state_layout, chunk_size, None)
     call = Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
-    return _on_shards(forms.chunk_states, call, "b . h . .", _checked(x._replace(q=None), dims))
+    return _on_shards(forms.chunk_states, call, "b . h . .", _checked(x._replace(q=None), dims, use_k_l2norm))
 
 
 def gated_delta_product(
@@ -381,11 +383,13 @@ def _check(x: Arrays, state_layout: str, chunk_size: int, implementation: str | 
     return dims
 
 
-def _checked(x: Arrays, dims: Dims) -> Arrays:
+def _checked(x: Arrays, dims: Dims, normalises: bool) -> Arrays:
     """The arguments as arrays of JAX that vary alike; values are checked as `debug_checks` says."""
     known_lengths(x.cu_seqlens, dims.T)
     if debug_checks_are_on():
+        check_layout(dims)
         check_values(dims.T, x.g, x.cu_seqlens)
+        check_keys(None if normalises else x.k, x.erase)
         axes = rule_axes(x)
         arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
         warn_of_gathers(x._fields, arrays, array_names(x, axes), axes.sizes)

@@ -129,11 +129,9 @@ def check_integers(name: str, x: Any, shape: tuple[int | None, ...], letters: st
 
 
 def check_values(check: Callable[..., None], *arrays: Any) -> None:
-    """Runs a check of values on the host: at once where all are NumPy arrays; while the program runs, in debug."""
-    if all(isinstance(x, np.ndarray) for x in arrays):
-        check(*arrays)
-    elif ops.debug_checks_are_on():
-        jax.debug.callback(check, *arrays)
+    """Runs a check of values on the host: of NumPy arrays always, of others in debug; see `ops.check_known`."""
+    if all(isinstance(x, np.ndarray) for x in arrays) or ops.debug_checks_are_on():
+        ops.check_known(check, *arrays)
 
 
 def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool, slots) -> None:

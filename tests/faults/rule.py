@@ -28,6 +28,12 @@ FAULTS = (
         "tests/test_rules.py::test_what_a_rule_does_not_take_is_refused",
     ),
     Fault(
+        "debug_checks let keys of any length through",
+        "check_keys(None if normalises else x.k, x.beta)",
+        "check_keys(None, x.beta)",
+        "tests/test_api.py::test_run_time_checks",
+    ),
+    Fault(
         "the chunk table is one chunk short",
         "return max(1, min(T, (T + N * (C - 1)) // C))",
         "return max(1, min(T, (T + N * (C - 1)) // C) - 1)",
@@ -89,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "chunk_states ignores debug checks",
-        "x = _checked_values(x._replace(q=None), dims)",
+        "x = _checked_values(x._replace(q=None), dims, use_k_l2norm)",
         "x = vary_alike(x._replace(q=None))",
         "tests/test_api.py::test_run_time_checks_of_chunk_states",
     ),
