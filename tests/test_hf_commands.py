@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 import types
 
 import hf_checkpoints
@@ -18,6 +19,7 @@ from gdn_jax.hf.save import own_family
 from gdn_jax.hf.text import Tokenizer, stop_tokens
 from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig, costs, generate
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.models.served import slot_bytes
 from gdn_jax.training.load import load_run
 
 WORDS = [f"word{i}" for i in range(64)]
@@ -116,6 +118,24 @@ def test_info_of_a_mesh(capsys):
     for mesh, message in (("head=3", "head: expected a divisor"), ("data=8,heads=3", "got 'heads=3'")):
         status, _, err = run(capsys, "info", "qwen3.5-small", "--mesh", mesh)
         assert status == 1 and "--mesh: " in err and message in err
+
+
+def test_costs_of_thousands_of_layers_take_no_time():
+    """One layer of each kind is traced, and counted as often as it is there."""
+    config = dataclasses.replace(MODELS[1], num_layers=4, dense_layers=())
+    begin = time.process_time()
+    deep = ModelConfig(num_layers=10_000)
+    one = costs.parameters(ModelConfig(num_layers=1))
+    many = costs.parameters(deep)
+    assert many["SwiGLU"] == 10_000 * one["SwiGLU"] and many["embedding"] == one["embedding"]
+    assert slot_bytes(deep) == 10_000 * slot_bytes(ModelConfig(num_layers=1))
+    assert time.process_time() - begin < 10
+    state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
+    want, got = (
+        jax.tree.leaves_with_path(nnx.to_pure_dict(state)),
+        jax.tree.leaves_with_path(costs.shapes(config)),
+    )
+    assert [(k, x.shape, x.dtype) for k, x in want] == [(k, x.shape, x.dtype) for k, x in got]
 
 
 def test_stop_tokens(tmp_path):

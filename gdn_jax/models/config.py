@@ -368,6 +368,19 @@ class ModelConfig:
         """Type of every layer, and whether it has experts: layers of one kind differ in their weights alone."""
         return tuple((layer_type, self.has_experts(layer)) for layer, layer_type in enumerate(self.types))
 
+    def of_each_kind(self) -> tuple["ModelConfig", tuple[int, ...]]:
+        """The model with one layer of each kind, and how many of that kind there are: a model may have thousands."""
+        kinds = self.kinds
+        different = [*dict.fromkeys(kinds)]
+        small = dataclasses.replace(
+            self,
+            num_layers=len(different),
+            layer_types=tuple(layer_type for layer_type, _ in different),
+            dense_layers=tuple(i for i, (_, experts) in enumerate(different) if self.experts and not experts),
+            scan_layers=False,
+        )
+        return small, tuple(kinds.count(kind) for kind in different)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has a mixture of experts."""
         return self.experts is not None and layer not in self.dense_layers

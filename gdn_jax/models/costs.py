@@ -18,30 +18,36 @@ def count(params: PyTree) -> int:
 
 
 def shapes(config: ModelConfig) -> PyTree:
-    """Shapes and dtypes of the parameters, a pytree with the names of the modules; makes no array."""
-    state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
-    return nnx.to_pure_dict(state)
+    """Shapes and dtypes of the parameters, a pytree with the names of the modules; makes no array.
+
+    One layer of each kind is traced, as those of a kind have the same shapes and a model may have thousands.
+    """
+    small, _ = config.of_each_kind()
+    state = nnx.state(nnx.eval_shape(lambda: LanguageModel(small, rngs=nnx.Rngs(0))), nnx.Param)
+    found = nnx.to_pure_dict(state)
+    of_kind = dict(zip(small.kinds, found["blocks"].values(), strict=True))
+    return found | {"blocks": {i: of_kind[kind] for i, kind in enumerate(config.kinds)}}
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part, in the order of a table; makes no array."""
     parts = ("embedding", config.mixer.title, *ATTENTION_TYPES, "SwiGLU", "experts", "norms", "head")
-    counts = dict.fromkeys(parts, 0)
+    counts, kinds = dict.fromkeys(parts, 0), config.kinds
     for path, leaf in jax.tree.leaves_with_path(shapes(config)):
         names = [getattr(key, "key", key) for key in path]
-        counts[_part(config, names)] += count(leaf)
+        counts[_part(config, kinds, names)] += count(leaf)
     return {part: number for part, number in counts.items() if number}
 
 
-def _part(config: ModelConfig, names: list) -> str:
+def _part(config: ModelConfig, kinds: tuple[tuple[str, bool], ...], names: list) -> str:
     if names[0] in ("embedding", "head"):
         return names[0]
     if names[0] == "norm" or names[2] in ("mixer_norm", "mlp_norm"):
         return "norms"
-    layer = int(names[1])
+    layer_type, experts = kinds[int(names[1])]
     if names[2] == "mlp":
-        return "experts" if config.has_experts(layer) else "SwiGLU"
-    return title(config, config.types[layer])
+        return "experts" if experts else "SwiGLU"
+    return title(config, layer_type)
 
 
 def title(config: ModelConfig, layer_type: str) -> str:

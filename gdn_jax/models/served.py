@@ -164,8 +164,11 @@ def slot_bytes(
       NotImplementedError, ValueError: as `ServedModel` and its `make_pools`.
     """
 
+    small, numbers = config.of_each_kind()
+
     def pools() -> tuple:
-        model = ServedModel(LanguageModel(config, rngs=nnx.Rngs(0)))
+        model = ServedModel(LanguageModel(small, rngs=nnx.Rngs(0)))
         return model.make_pools(1, dtype=dtype, ring=ring, capacity=capacity)
 
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pools)))
+    of_kinds = zip(numbers, jax.eval_shape(pools), strict=True)
+    return sum(n * x.size * x.dtype.itemsize for n, pool in of_kinds for x in jax.tree.leaves(pool))

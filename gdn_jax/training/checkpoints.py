@@ -1,11 +1,13 @@
 """Checkpoints by Orbax: the state of training and a small JSON of what goes with it."""
 
+import contextlib
 import gc
 import glob
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -171,6 +173,27 @@ class Checkpoints:
         """Releases the threads of Orbax."""
         self._manager.close()
         self._alias.remove()
+
+
+def check_layers(run: RunFolder, layers: int) -> None:
+    """Raises RunError, before a model of so many layers is made, where the checkpoints of a run have fewer.
+
+    To make one of thousands takes minutes and gigabytes, before the first array is missed. Whether checkpoints are
+    whole, and fit the model, is seen when they are read.
+    """
+    found = []
+    for file in run.checkpoints.glob("*/state/_METADATA"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            names = parse_json(read_file(file))["tree_metadata"].keys()
+            found.append(len({layer[1] for name in names if (layer := _LAYER.match(name))}))
+    if found and max(found) < layers:
+        raise RunError(
+            f"{run.path / 'config.json'}: expected num_layers as in its checkpoints, {max(found)}, got {layers}"
+        )
+
+
+_LAYER = re.compile(r"\('params', 'blocks', '(\d+)'")
+"""How a checkpoint names a trained array of a layer."""
 
 
 class _Alias:

@@ -17,10 +17,11 @@ from jaxtyping import Array, Int
 from gdn_jax.commands.errors import RunError
 from gdn_jax.models import LanguageModel
 from gdn_jax.models.lora import merge_lora
+from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.tasks.table import Text, text_of, vocab_size
 from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
-from gdn_jax.training.checkpoints import Checkpoints
+from gdn_jax.training.checkpoints import Checkpoints, check_layers
 from gdn_jax.training.options import Implementation, RunOptions, TrainOptions
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.steps import TrainState
@@ -109,6 +110,7 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
       RunError: there is no such run, or no checkpoint that can be read.
     """
     folder, config, options = open_run(Path(path))
+    check_layers(folder, 0 if isinstance(options.task, TokensOptions) else options.model.num_layers)
     size = options.model
     if implementation is not None:
         size = dataclasses.replace(size, implementation=implementation)

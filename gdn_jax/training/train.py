@@ -32,7 +32,7 @@ from gdn_jax.tasks.table import check_same_data, make_task
 from gdn_jax.tasks.task import Task
 from gdn_jax.training import curves, kernels, mixers, steps
 from gdn_jax.training import options as options_lib
-from gdn_jax.training.checkpoints import Checkpoints
+from gdn_jax.training.checkpoints import Checkpoints, check_layers
 from gdn_jax.training.compiled import keep_compiled
 from gdn_jax.training.load import load_run
 from gdn_jax.training.options import TrainOptions
@@ -111,6 +111,8 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
         with owned(run.path):
             task = make_task(options.task, options.run.batch_size, options.run.seed)
             check_same_data(config["data"], task)
+            if not isinstance(options.task, TokensOptions):
+                check_layers(run, options.model.num_layers)
             trainer = Trainer.make(options, task, placement)
             stored = config["options"] | options_lib.to_json(options)
             if stored != config["options"]:  # where the data lies, or how many checkpoints are kept
