@@ -17,6 +17,8 @@ from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.tasks.next_token import TokensTask, Words
 from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.training.load import load_run
+from gdn_jax.training.options import TASKS, ModelOptions
+from gdn_jax.training.steps import start_model, trained
 
 LING = Path(__file__).parent / "data" / "bailing_hybrid_released"
 WORDS = [f"word{i}" for i in range(199)]
@@ -112,6 +114,19 @@ def test_tokens_that_are_none_of_the_model_are_refused_before_training(checkpoin
     cut = {"direction": "Right", "max_length": 50, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(json.loads(content) | {"truncation": cut}))
     assert TokensTask(options, 2, 0).data.size == 203
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_weights_that_are_trained_are_float32(checkpoint, rank):
+    """Of a run in bfloat16 from a checkpoint: all weights, or the low-rank changes of weights in bfloat16."""
+    task = TokensOptions(from_=checkpoint, lora_rank=rank)
+    options = dataclasses.replace(TASKS["tokens"], task=task, model=ModelOptions(dtype="bfloat16"))
+    model = start_model(options, 199, 0)
+    params, rest = nnx.state(model, trained(task)), nnx.state(model, nnx.Not(trained(task)))
+    assert model.config.dtype == "bfloat16"
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+    kept = {x.dtype.name for x in jax.tree.leaves(rest)}
+    assert kept == (set() if rank is None else {"bfloat16", "float32"})  # A_log and dt_bias are float32
 
 
 TINY = "--length 16 --val-tokens 64 --batch-size 4 --sample-tokens 2 --implementation recurrent".split()

@@ -159,6 +159,19 @@ def test_layers_of_a_file_that_does_not_say_them_are_those_of_transformers():
     assert described.family.config(described.fields).types == period + period[:2]
 
 
+def test_fields_that_are_missing_are_what_transformers_takes():
+    """As transformers 5.24.0 reads them; the shapes of the tensors show the taps of the convolution alone."""
+    config = json.loads((FOLDER / "config.json").read_text())
+    gone = ("sliding_window", "rms_norm_eps", "num_experts_per_tok", "tie_word_embeddings", "norm_topk_prob")
+    gone += ("rope_parameters", "linear_conv_kernel_dim", "attention_bias", "hidden_act")
+    described = describe({name: x for name, x in config.items() if name not in gone}, "config.json")
+    read = described.family.config(described.fields)
+    window = read.window_attention
+    assert (window.window, window.rope_theta, window.rotary_dim) == (512, 1e4, window.head_dim)
+    assert read.experts.per_token == 4 and read.experts.normalise
+    assert read.tie_embeddings and read.norm_eps == 1e-6 and read.conv_size == 4
+
+
 def test_what_is_not_supported_is_refused(tmp_path):
     folder = tmp_path / "copy"
     folder.mkdir()

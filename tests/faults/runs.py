@@ -210,8 +210,32 @@ FAULTS = (
     ),
     Fault(
         "files are read whatever their size is",
-        "file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None",
-        "file.read()[:most]",
-        "tests/test_files.py::test_only_regular_files_of_a_bounded_size_are_read",
+        "if not fits or len(content) > most:",
+        "if not fits:",
+        "tests/test_files.py::test_ordinary_files_are_read",
+    ),
+    Fault(
+        "a run in bfloat16 from a checkpoint trains weights in bfloat16",
+        '"float32" if rank is None else dtype',
+        "dtype",
+        "tests/test_fine_tuning.py::test_weights_that_are_trained_are_float32",
+    ),
+    Fault(
+        "a sample has the bytes of its prompt that are no text",
+        "return prompt_text(o.prompt) + self",
+        "return o.prompt + self",
+        "tests/test_fine_tuning.py::test_a_sample_is_text",
+    ),
+    Fault(
+        "a pipe or a device is read",
+        "if not stat.S_ISREG(mode):\n        os.close",
+        "if stat.S_ISDIR(mode):\n        os.close",
+        "tests/test_files.py::test_ordinary_files_are_read",
+    ),
+    Fault(
+        "a terminal obeys a token",
+        'in ("Cc", "Cs") and c not in',
+        'in ("Cs",) and c not in',
+        "tests/test_hf_commands.py::test_a_terminal_obeys_no_token",
     ),
 )
