@@ -10,6 +10,7 @@ import tracemalloc
 import hf_checkpoints
 import pytest
 
+from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.text import Tokenizer
@@ -332,6 +333,19 @@ def test_a_tokenizer_is_an_ordinary_file(tmp_path):
 
 
 def test_names_are_no_markup(tmp_path):
-    """A path with brackets is printed as it is."""
+    """A path with brackets is printed as it is, and a terminal obeys no name of a tensor."""
     folder = hf_checkpoints.copy("qwen3_5", tmp_path / "a[/b]")
-    assert "a[/b]" in shown(folder)
+    with_tensors(folder, {"mtp.\x1b]0;pwned\x07": [0]})
+    text = shown(folder)
+    assert "a[/b]" in text and "mtp.\\x1b]0;pwned\\x07" in text
+
+
+def test_a_cache_fits_into_memory(tmp_path, capsys):
+    folder = hf_checkpoints.copy("lara_mini", tmp_path)
+    hf_checkpoints.change_config(folder, sliding_window=2**31 - 1)
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        str(folder / "tokenizer.json")
+    )
+    assert cli.main(["generate", str(folder), "--prompt", "a"]) == 1
+    assert "expected a cache of the prompt, --tokens 300 and windows" in capsys.readouterr().err

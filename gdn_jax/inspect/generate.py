@@ -20,9 +20,11 @@ from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.load import load_hf
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, is_checkpoint, stop_tokens
+from gdn_jax.models.costs import model_costs
 from gdn_jax.tasks import next_byte
 from gdn_jax.tasks.options import prompt_text
 from gdn_jax.training.load import load_text_run
+from gdn_jax.training.memory import available
 from gdn_jax.training.options import Implementation
 
 BYTES = 256
@@ -86,9 +88,20 @@ def generate(path: Path, options: GenerateOptions) -> int:
         writer = (_open_checkpoint if is_checkpoint(path) else _open_run)(path, options)
         if options.top_k is not None and options.top_k > writer.model.config.vocab_size:
             fail("top_k", f"at most {writer.model.config.vocab_size}", options.top_k)
+        _check_cache(path, writer, options)
         return _write(writer, prompt, options)
     except ValueError as error:
         raise RunError(str(error)) from error
+
+
+def _check_cache(path: Path, writer: Writer, options: GenerateOptions) -> None:
+    """Raises RunError where the cache cannot fit into memory, as that of a window of 2**31 tokens."""
+    needed = model_costs(writer.model.config, len(writer.prompt) + options.tokens).cache_bytes
+    if needed > (there := available()):
+        raise RunError(
+            f"{path}: expected a cache of the prompt, --tokens {options.tokens} and windows of attention that fits "
+            f"into the {there / 2**30:.1f} GiB of this device's memory, got one of {needed / 2**30:.1f} GiB"
+        )
 
 
 def _open_checkpoint(path: Path, options: GenerateOptions) -> Writer:

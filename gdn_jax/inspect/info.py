@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gdn_jax.analysis import memory_horizon
 from gdn_jax.commands import fields
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.errors import RunError, printable
 from gdn_jax.commands.fields import Positive
 from gdn_jax.commands.tables import print_whole
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
@@ -79,7 +79,7 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         console.print(_start(config, start), highlight=False, markup=False, soft_wrap=True)
     if skipped:
         console.print(
-            f"not used: {len(skipped)} tensors, from {skipped[0]} to {skipped[-1]}",
+            f"not used: {len(skipped)} tensors, from {printable(skipped[0])} to {printable(skipped[-1])}",
             highlight=False,
             markup=False,
             soft_wrap=True,
