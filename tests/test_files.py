@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gdn_jax.commands import files, locks
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.errors import RunError, os_line
 from gdn_jax.commands.files import JsonLines, check_writable, read_file, write_text
 from gdn_jax.commands.locks import Taken, alone, owned
 
@@ -34,6 +34,24 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch, moment):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
     write_text(path, "new")
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    lines = JsonLines(tmp_path / "lines")
+    for name, write in (
+        ("file", lambda: write_text(tmp_path / "file", "x")),
+        ("lines", lambda: lines.append({})),
+    ):
+        with pytest.raises(OSError) as found:
+            write()
+        assert os_line(found.value) == f"{tmp_path / name}: No space left on device"
+    with pytest.raises(OSError) as found, owned(tmp_path):
+        pass
+    assert os_line(found.value) == f"{tmp_path / 'lock'}: No space left on device"
 
 
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):

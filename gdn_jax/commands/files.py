@@ -68,12 +68,23 @@ def parse_json(text: str | bytes) -> Any:
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names a file in the errors of the block: a full disk does not say which file has no room."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # else it has a text of its own
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a file under a temporary name, which takes the place of `path` once it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link or a pipe of somebody else
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -121,7 +132,7 @@ class JsonLines:
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds a line and sees it to the disk."""
-        with open(self.path, "a", encoding="utf-8", opener=regular) as file:
+        with naming(self.path), open(self.path, "a", encoding="utf-8", opener=regular) as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

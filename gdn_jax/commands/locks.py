@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import parse_json, regular
+from gdn_jax.commands.files import naming, parse_json, regular
 
 NAME = "lock"
 _MOST = 2**16  # characters that are read of a lock
@@ -77,7 +77,8 @@ def _take(path: Path) -> TextIO:
             if not here or not _hold(theirs):
                 raise Taken(_refusal(path, owner, here))
             path.unlink()
-        with contextlib.suppress(FileExistsError):  # on a file system where `alone` does not wait
+        # On a file system where `alone` does not wait, another process may be the first.
+        with contextlib.suppress(FileExistsError), naming(path):
             return _write(path)
 
 
