@@ -11,6 +11,7 @@ from tiny_runs import error_line, final_state, metrics, resume, train, tree
 from gdn_jax import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.training.load import load_run
+from gdn_jax.training.runs import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,17 @@ def test_a_lock_says_nothing_to_a_terminal(copy, capsys):
     (copy / "lock").write_text('{"host": "a\\u001b[31mb", "process": 7, "since": "\\u202e"}')
     assert resume(copy) == 1
     assert r"process 7 on a\x1b[31mb since \u202e; " in error_line(capsys)
+
+
+def test_what_a_configuration_says_to_a_terminal(tmp_path):
+    """Versions and the command are printed when a run or a sweep goes on."""
+    odd = "\x1b[2Jx"
+    versions = {"device": odd, "jax": "1", "driver": [odd]}
+    config = {"task": "bytes", "options": {}, "data": {}, "versions": versions, "command": odd}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, config = RunFolder.open(tmp_path, command=str)
+    assert config["command"] == config["versions"]["device"] == r"\x1b[2Jx"
+    assert all(value.isprintable() for value in config["versions"].values())
 
 
 def test_lines_without_checkpoints_are_not_emptied(copy, capsys):

@@ -160,5 +160,6 @@ def test_facts_about_a_task_that_cannot_be(change):
         "baselines": {"a": 0.5},
     }
     assert summary.About.stored({"about": about}) == summary.About(**about)
+    assert summary.About.stored({"about": about | {"label": "\x1b[2J"}}).label == r"\x1b[2J"
     with pytest.raises(RunError, match=f"^config.json: expected about to hold .*, got {next(iter(change))} "):
         summary.About.stored({"about": edited(change, about)})

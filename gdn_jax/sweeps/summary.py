@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from scipy.special import stdtrit
 
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.errors import RunError, printable
 from gdn_jax.commands.files import is_finite
 from gdn_jax.sweeps.options import state_size
 from gdn_jax.tasks.task import Task
@@ -167,7 +167,9 @@ class About(NamedTuple):
                 raise RunError(
                     f"config.json: expected about to hold {', '.join(cls._fields)}, got {name} {value!r}"
                 )
-        return cls(**about)
+        shown = {name: printable(value) if isinstance(value, str) else value for name, value in about.items()}
+        baselines = {printable(name): value for name, value in about["baselines"].items()}
+        return cls(**shown | {"baselines": baselines})
 
 
 def rows(

@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gdn_jax.commands.errors import RunError
+from gdn_jax.commands.errors import RunError, printable
 from gdn_jax.commands.files import JsonLines, is_finite, parse_json, read_file, write_text
 
 
@@ -60,7 +60,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | None, **more: type) -> tuple["RunFolder", dict[str, Any]]:
-        """Opens the folder of an earlier run and reads its config.json.
+        """Opens the folder of an earlier run and reads its config.json, with escapes for what a terminal would obey.
 
         Args:
           path: the folder.
@@ -88,6 +88,9 @@ class RunFolder:
         for name, value in found.items():
             if not isinstance(value, kind := wanted.get(name, str)):
                 raise RunError(f"{file}: expected {name} of type {kind.__name__}, got {value}")
+        config["versions"] = {name: printable(str(value)) for name, value in config["versions"].items()}
+        if "command" in more:
+            config["command"] = printable(config["command"])
         return cls(path), config
 
     @classmethod
