@@ -103,9 +103,8 @@ def write_text(path: Path, content: str) -> None:
 def check_writable(name: str, path: Path) -> None:
     """Raises RunError, before any work, unless the file that an option names is new and can be written."""
     folder = path.parent
-    if path.is_symlink() or (
-        path.exists() and not path.is_dir()
-    ):  # nor a pipe or a device, in whose place it would be
+    # A pipe or a device is there too: the file would take its place.
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
         fail(name, "a file that does not exist", path)
     if not folder.is_dir():
         fail(name, "a file in a folder that exists", path)

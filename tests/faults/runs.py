@@ -238,4 +238,22 @@ FAULTS = (
         'in ("Cs",) and c not in',
         "tests/test_hf_commands.py::test_a_terminal_obeys_no_token",
     ),
+    Fault(
+        "a device gives way to the file of --json",
+        "if path.is_symlink() or (path.exists() and not path.is_dir()):",
+        "if path.is_symlink() or path.is_file():",
+        "tests/test_files.py::test_files_that_cannot_be_written_are_told_before_the_work",
+    ),
+    Fault(
+        "lines of a sweep are taken as they are",
+        "    return next(wrong, None)\n",
+        "    return None\n",
+        "tests/test_sweep_errors.py::test_lines_of_runs_that_cannot_be",
+    ),
+    Fault(
+        "an unknown option of a benchmark points at the help of all",
+        "(see {helped_by or prog} --help)",
+        "(see {prog} --help)",
+        "tests/test_bench.py::test_wrong_options_are_one_line",
+    ),
 )
