@@ -167,7 +167,9 @@ class About(NamedTuple):
                 raise RunError(
                     f"config.json: expected about to hold {', '.join(cls._fields)}, got {name} {value!r}"
                 )
-        shown = {name: printable(value) if isinstance(value, str) else value for name, value in about.items()}
+        shown: dict[str, Any] = {
+            name: printable(value) if isinstance(value, str) else value for name, value in about.items()
+        }
         baselines = {printable(name): value for name, value in about["baselines"].items()}
         return cls(**shown | {"baselines": baselines})
 
