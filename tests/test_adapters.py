@@ -324,6 +324,12 @@ REFUSED = [
     (maxtext.jax_chunk_gated_delta_rule, (3.0, *RULE_ARGUMENTS[1:]), {}, "query: expected an array"),
     (maxtext.jax_chunk_gated_delta_rule, (Q + 1j, *RULE_ARGUMENTS[1:]), {}, "query: expected dtype float16"),
     (fla.fused_recurrent_gated_delta_rule, (Q, KEYS, 3.0, G), {}, "v: expected an array"),
+    (
+        fla.fused_recurrent_gated_delta_rule,
+        RULE_ARGUMENTS[:4],
+        {"gk": np.repeat(G[..., None] > 0, K, -1)},
+        "gk: expected dtype",
+    ),
     (skyrl.chunk_gated_delta_rule, (Q, KEYS, VALUES[:, 1:], G, BETA), {}, "value: expected shape"),
     (skyrl.chunk_gated_delta_rule, RULE_ARGUMENTS, {"attention_mask": np.ones((B, 1), bool)}, "attention_mask: exp"),
     (tokamax.kimi_delta_attention, HEAD_FIRST, {"use_gate_in_kernel": True}, "a_log: expected an array"),

@@ -25,6 +25,7 @@ from gdn_jax.shapes import (
     Strength,
     Values,
     check_array,
+    check_floating,
 )
 
 NAMES = {"a": "g", "b": "beta", "use_qk_l2norm": "use_qk_l2norm_in_kernel"}
@@ -159,6 +160,7 @@ def fused_recurrent_gated_delta_rule(
     for name, x, width in (("g", g, ()), ("gk", gk, q.shape[-1:])):  # their sum would broadcast
         if x is not None:
             check_array(name, x, (*v.shape[:-1], *width), "B, T, HV, K" if width else "B, T, HV")
+            check_floating(name, x)
     with named(**NAMES):
         g = _log_decay(g, use_gate_in_kernel, A_log, dt_bias)
         if gk is not None:

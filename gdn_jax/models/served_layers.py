@@ -166,9 +166,8 @@ class Attending:
                 "capacity: expected the tokens of a request, which attention layers keep, got None"
             )
         check_whole("capacity", capacity, 1)
-        if mixer.config.window:
-            return Attention.init_cache(mixer, slots, capacity)
-        return mixer.init_cache(slots, capacity)
+        kind = Attention if mixer.config.window else type(mixer)
+        return FixedAttentionCache(*kind.init_cache(mixer, slots, capacity))
 
     def prefill(
         self,
