@@ -357,6 +357,13 @@ REFUSED = [
         {},
         "key: expected shape [H, B, T, K] = [1, 2, 11, 4], got [1, 2, 11, 2]",
     ),
+    (tokamax.kimi_delta_attention, HEAD_FIRST, {"initial_state": [1.0]}, "initial_state: expected an array"),
+    (
+        tokamax.kimi_delta_attention,
+        HEAD_FIRST,
+        {"initial_state": 1j * normal(B, 2, 1, K, V)},
+        "initial_state: expected dtype float16",
+    ),
     (tokamax.register, (), {"implementation": "triton"}, "implementation: expected one of 'mosaic_gpu'"),
 ]  # fmt: skip
 

@@ -138,6 +138,8 @@ def test_tokens_beyond_the_capacity_are_none():
     for options, message in (
         (dict(capacity=0), "capacity: expected at least 1, got 0"),
         (dict(slots=-1, capacity=3), "slots: expected at least 1, got -1"),
+        (dict(ring=0, capacity=3), "ring: expected at least 1, got 0"),
+        (dict(dtype="x", capacity=3), "dtype: expected a dtype of states, got 'x'"),
     ):
         with pytest.raises(ValueError, match=message):
             server.make_pools(**{"slots": 2} | options)

@@ -19,7 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax import channel_log_decay, delta_rule
 from gdn_jax.adapters.arguments import named
-from gdn_jax.shapes import ArgumentError, Scale, check_array, check_choice, check_integer, widened
+from gdn_jax.shapes import (
+    ArgumentError,
+    Scale,
+    check_array,
+    check_choice,
+    check_floating,
+    check_integer,
+    widened,
+)
 
 IMPLEMENTATIONS = ("mosaic_gpu", "chunked", "recurrent")
 """Implementations of `delta_rule` that may be registered."""
@@ -150,6 +158,9 @@ def kimi_delta_attention(
 
 
 def _number_of_states(segment_ids: Any, initial_state: Any, max_num_segments: int | None) -> int:
+    if initial_state is not None:
+        check_array("initial_state", initial_state, (None,) * 5, "B, N, H, K, V")
+        check_floating("initial_state", initial_state)
     given = None if initial_state is None else initial_state.shape[1]
     if None not in (given, max_num_segments) and given != max_num_segments:
         raise ArgumentError("max_num_segments", f"initial_state's {given} or None", max_num_segments)

@@ -63,8 +63,13 @@ class ServedModel:
             the dtype.
         """
         check_whole("slots", slots, 1)
-        if capacity is not None:
-            check_whole("capacity", capacity, 1)
+        for name, number in (("ring", ring), ("capacity", capacity)):
+            if number is not None:
+                check_whole(name, number, 1)
+        try:
+            jnp.dtype(dtype)
+        except TypeError:
+            raise ValueError(f"dtype: expected a dtype of states, got {dtype!r}") from None
         layers = zip(self._kinds, self._mixers, strict=True)
         return tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
 

@@ -131,6 +131,8 @@ def draw_program(rng: np.random.Generator, implementations: tuple[str, ...]) -> 
     given.sort(key=PRIMALS.index)
     integers = str(np.dtype(rng.choice([kind for kind in INTEGERS if np.iinfo(kind).max >= T])))
     steps = int(rng.integers(1, 4)) if not family and not by_kernels and rng.random() < 0.25 else 0
+    if steps > 1 and rng.random() < 0.5:  # the narrowest offsets: those of all steps do not fit them
+        T, integers = 100, "int8"
     return Program(
         family, dtype, B, T, N, (Hq, Hk, HV), K, V, packing, tuple(given), tuple(channels), options, way, mapped,
         integers, steps,
