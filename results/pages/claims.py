@@ -82,11 +82,11 @@ CLAIMS = (
         "A model with non-negative real eigenvalues that stays above 60 % at four times its training length.",
         {
             "full": Comparison(
-                "two layers, asked at 1024 bits, 16 times the training length",
+                "Gated DeltaNet, beta to 2 against beta to 1, two layers, 1024 bits, 16 times the training length",
                 Arm("parity/ledger", "gated_delta_net_neg"), Arm("parity/ledger", "gated_delta_net"), 1024, True,
             ),
             "small": Comparison(
-                "one layer, asked at 256 bits, 8 times the longest training row",
+                "Gated DeltaNet, beta to 2 against beta to 1, one layer, 256 bits, 8 times the longest training row",
                 Arm("parity/small_far", "gated_delta_net_neg"), Arm("parity/small_far", "gated_delta_net"), 256, True,
             ),
         },
@@ -107,11 +107,11 @@ CLAIMS = (
         "A model of one layer with eigenvalues in [0, 1] that follows swaps past its training length.",
         {
             "S3": Comparison(
-                "swaps of S3, one layer, asked at 128 letters, four times the training length",
+                "Gated DeltaNet, beta to 2 against beta to 1, one layer, swaps of S3, 128 letters, four times the training length",
                 Arm("words/swaps/s3", "gated_delta_net_neg"), Arm("words/swaps/s3", "gated_delta_net"), 128, True,
             ),
             "S5": Comparison(
-                "swaps of S5, one layer, asked at 128 letters, four times the training length",
+                "Gated DeltaNet, beta to 2 against beta to 1, one layer, swaps of S5, 128 letters, four times the training length",
                 Arm("words/swaps/ledger", "gated_delta_net_neg"), Arm("words/swaps/ledger", "gated_delta_net"), 128, True,
             ),
         },
@@ -132,7 +132,7 @@ CLAIMS = (
         "A single layer with as many parameters that follows all letters of S3.",
         {
             "layers": Comparison(
-                "all letters of S3, two layers against one, asked at 128 letters",
+                "Gated DeltaNet with beta to 2, two layers against one, all letters of S3, 128 letters",
                 Arm("words/depth/s3", "gated_delta_net_neg", 2), Arm("words/depth/s3", "gated_delta_net_neg"), 128, True,
             ),
         },
@@ -209,28 +209,28 @@ CLAIMS = (
         "Runs of several seeds in which Gated DeltaNet is ahead of Mamba2's decay with equal states.",
         {
             "K16": Comparison(
-                "keys of 16, 16 pairs",
+                "Gated DeltaNet against Mamba2's decay, keys of 16, 16 pairs",
                 Arm("recall/start/gated", "gated_delta_net", lr=0.001, start=0.06),
                 Arm("recall/start/gate", "mamba2", lr=0.001, start=0.1), 16,
             ),
             "K32": Comparison(
-                "keys of 32, 64 pairs",
+                "Gated DeltaNet against Mamba2's decay, keys of 32, 64 pairs",
                 Arm("recall/zoology/longer", "gated_delta_net", 2), Arm("recall/zoology/longer", "mamba2", 2), 64,
             ),
             "K64": Comparison(
-                "keys of 64, 256 pairs, four times the training",
+                "Gated DeltaNet against Mamba2's decay, keys of 64, 256 pairs, four times the training",
                 Arm("recall/start_wide/gated", "gated_delta_net", start=0.06), Arm("recall/start_wide/gate", "mamba2"), 256,
             ),
             "Zoology-K32": OneSeed(
-                "Zoology's training, keys of 32, 256 pairs, four times the training",
+                "Gated DeltaNet against Mamba2's decay, Zoology's training, keys of 32, 256 pairs, four times the training",
                 Arm("recall/zoology/ledger*", "gated_delta_net"), Arm("recall/zoology/ledger*", "mamba2"), 256,
             ),
             "Zoology-K64": OneSeed(
-                "Zoology's training, keys of 64, 256 pairs, four times the training",
+                "Gated DeltaNet against Mamba2's decay, Zoology's training, keys of 64, 256 pairs, four times the training",
                 Arm("recall/zoology/ledger*", "gated_delta_net", 2), Arm("recall/zoology/ledger*", "mamba2", 2), 256,
             ),
             "Zoology-K128": OneSeed(
-                "Zoology's training, keys of 128, 256 pairs, four times the training",
+                "Gated DeltaNet against Mamba2's decay, Zoology's training, keys of 128, 256 pairs, four times the training",
                 Arm("recall/zoology/ledger*", "gated_delta_net", 4), Arm("recall/zoology/ledger*", "mamba2", 4), 256,
             ),
         },
@@ -343,15 +343,15 @@ CLAIMS = (
         "Longer training in which more steps a token do not reach A5.",
         {
             "S3": Comparison(
-                "S3, two steps a token against one, 32 letters",
+                "DeltaProduct, two steps a token against one, S3, 32 letters",
                 Arm("words/steps/s3", "gated_delta_product"), Arm("words/steps/s3", "gated_delta_net_neg"), 32, True,
             ),
             "A5": Comparison(
-                "A5, two steps a token against one, 32 letters",
+                "DeltaProduct, two steps a token against one, A5, 32 letters",
                 Arm("words/steps/a5", "gated_delta_product"), Arm("words/steps/a5", "gated_delta_net_neg"), 32, True,
             ),
             "S5": Comparison(
-                "S5, four steps a token against one, 32 letters",
+                "DeltaProduct, four steps a token against one, S5, 32 letters",
                 Arm("words/steps/s5", "gated_delta_product_4"), Arm("words/steps/s5", "gated_delta_net_neg"), 32, True,
             ),
         },
@@ -387,19 +387,19 @@ CLAIMS = (
         "Longer rows, at which neither rule is whole.",
         {
             "palindrome": Comparison(
-                "palindromes of 16 tokens, twice the training length",
+                "KDA against Mamba2's decay, palindromes of 16 tokens, twice the training length",
                 Arm("kimi/palindrome", "kda"), Arm("kimi/palindrome", "mamba2"), 16, True,
             ),
             "stack": Comparison(
-                "4 stacks, 48 tokens, twice the training length",
+                "KDA against Mamba2's decay, 4 stacks, 48 tokens, twice the training length",
                 Arm("kimi/stack", "kda"), Arm("kimi/stack", "mamba2"), 48, True,
             ),
             "palindrome-512": OneSeed(
-                "palindromes of 256 tokens, the paper's training",
+                "KDA against Mamba2's decay, palindromes of 256 tokens, the paper's training",
                 Arm("kimi/palindrome_full", "kda"), Arm("kimi/palindrome_full", "mamba2"), 256,
             ),
             "stack-512": OneSeed(
-                "64 stacks, 510 tokens, the paper's training",
+                "KDA against Mamba2's decay, 64 stacks, 510 tokens, the paper's training",
                 Arm("kimi/stack_full", "kda"), Arm("kimi/stack_full", "mamba2"), 510,
             ),
         },

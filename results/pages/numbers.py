@@ -194,11 +194,10 @@ class Numbers(Results):
         if len(tried) == 1:
             return f"{lr:g}, the only one tried"
         if arm.lr is not None:
-            return f"{lr:g}, given"
-        where = (
-            "inside" if tried[0] < lr < tried[-1] else "lower edge of" if lr == tried[0] else "upper edge of"
-        )
-        return f"{lr:g}, {where} {len(tried)}"
+            return f"{lr:g}, fixed"
+        if tried[0] < lr < tried[-1]:
+            return f"{lr:g}, inside the {len(tried)} tried"
+        return f"{lr:g}, at the {'lower' if lr == tried[0] else 'upper'} edge of {len(tried)}"
 
 
 def at_least(value: float, digits: int = 0) -> str:

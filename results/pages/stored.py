@@ -72,6 +72,7 @@ class Results:
         self.root = root
         self.places: dict[str, Place] = {}
         self._read: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+        self._records: dict[Arm, dict[int, dict[str, Any]]] = {}
         for path in sorted(root.rglob("runs.jsonl")):
             self._add(path.parent, path.read_text().splitlines())
 
@@ -140,6 +141,12 @@ class Results:
 
     def records(self, arm: Arm) -> dict[int, dict[str, Any]]:
         """Lines of runs.jsonl by seed, none where nothing was run."""
+        if arm not in self._records:
+            self._records[arm] = self._at_its_rate(arm)
+        return self._records[arm]
+
+    def _at_its_rate(self, arm: Arm) -> dict[int, dict[str, Any]]:
+        """Looks for `records`."""
         lines = self._of(arm)
         if not lines:
             return {}
