@@ -99,6 +99,17 @@ def test_links_and_figures():
     assert {*anchors} == ALL.keys() and all(f"\n## {id}\n" in pages()["claims.md"] for id in anchors)
 
 
+def test_a_finding_can_be_cited():
+    """It has a sentence, a question, a figure, what was done, a result, and what would refute it, in this order."""
+    parts = pages()["README.md"].split("\n## ")
+    found = [part for part in parts if part.startswith("Finding ")]
+    assert [part.split(":")[0] for part in found] == ["Finding 1", "Finding 2", "Finding 3"]
+    for part in found:
+        places = ["\n\n**", "*Question.*", "![", "*What was done.*", "*Result.*", "*What would refute it.*"]
+        assert sorted(places, key=part.index) == places
+    assert parts.index(found[-1]) < [part.split("\n")[0] for part in parts].index("Reproductions")
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_verdict_is_one_of_the_rule(name):
     """It stands in the table of README.md and in the claim's section; a contradiction says what differs."""

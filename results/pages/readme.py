@@ -82,6 +82,11 @@ def finding_1(r: Numbers) -> list[str]:
         *What would refute it.* Accuracy that is equal at every place among the stored pairs; or the same gap
         between the rules after training on 256 pairs.
         """),
+    ]
+
+
+def accuracy_by_place(r: Numbers) -> list[str]:
+    return [
         "### Accuracy by place (runs to come)",
         prose("""
         | | |
@@ -137,6 +142,11 @@ def finding_2(r: Numbers) -> list[str]:
         *What would refute it.* New seeds that learn from 0.5 as soon as from 0.06, or a learning rate between
         those tried at which they do.
         """),
+    ]
+
+
+def erase_and_write_apart(r: Numbers) -> list[str]:
+    return [
         "### Erase and write apart (runs to come)",
         prose("""
         | | |
@@ -284,5 +294,15 @@ def repeat(r: Numbers) -> list[str]:
 
 def page(r: Numbers) -> str:
     """The page."""
-    sections = (opening, finding_1, finding_2, finding_3, reproductions, differences, repeat)
+    sections = (
+        opening,
+        finding_1,
+        accuracy_by_place,
+        finding_2,
+        erase_and_write_apart,
+        finding_3,
+        reproductions,
+        differences,
+        repeat,
+    )
     return joined([block for section in sections for block in section(r)])
