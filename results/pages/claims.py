@@ -76,21 +76,21 @@ CLAIMS = (
             "Theorem 1: finite precision, any width and depth. Table 3: accuracy of DeltaNet, scaled from 0, a guess, to "
             "1; trained on 3 to 40 bits, asked at 40 to 256",
         ),
-        "Gated DeltaNet in the place of DeltaNet, 64 bits in training",
-        "Gated DeltaNet stands in the place of DeltaNet, and rows have 64 bits in training (16 and 32 in the small "
+        differs="Gated DeltaNet in the place of DeltaNet, 64 bits in training",
+        here="Gated DeltaNet stands in the place of DeltaNet, and rows have 64 bits in training (16 and 32 in the small "
         "version) instead of 3 to 40. Both arms differ in one number: the largest write strength, 2 or 1.",
-        "A model with non-negative real eigenvalues that stays above 60 % at four times its training length.",
-        {
+        decided="A model with non-negative real eigenvalues that stays above 60 % at four times its training length.",
+        comparisons={
             "full": Comparison(
                 "Gated DeltaNet, beta to 2 against beta to 1, two layers, 1024 bits, 16 times the training length",
-                Arm("parity/ledger", "gated_delta_net_neg"), Arm("parity/ledger", "gated_delta_net"), 1024, True,
+                Arm("parity/ledger", "gated_delta_net_neg"), Arm("parity/ledger", "gated_delta_net"), 1024, every_seed=True,
             ),
             "small": Comparison(
                 "Gated DeltaNet, beta to 2 against beta to 1, one layer, 256 bits, 8 times the longest training row",
-                Arm("parity/small_far", "gated_delta_net_neg"), Arm("parity/small_far", "gated_delta_net"), 256, True,
+                Arm("parity/small_far", "gated_delta_net_neg"), Arm("parity/small_far", "gated_delta_net"), 256, every_seed=True,
             ),
         },
-        "parity",
+        task="parity",
         figure=("parity", "Parity against length: sweep `parity/full_far`, three seeds"),
     ),
     Claim(
@@ -101,21 +101,21 @@ CLAIMS = (
             "S5, swaps and the identity, DeltaNet of one layer with eigenvalues in [-1, 1] against five in [0, 1], "
             "trained on 32 letters, the best of 3 seeds",
         ),
-        "no identity among the letters, Gated DeltaNet in the place of DeltaNet",
-        "Words have no identity letter, and Gated DeltaNet stands in the place of DeltaNet. Both arms differ in the "
+        differs="no identity among the letters, Gated DeltaNet in the place of DeltaNet",
+        here="Words have no identity letter, and Gated DeltaNet stands in the place of DeltaNet. Both arms differ in the "
         "largest write strength alone.",
-        "A model of one layer with eigenvalues in [0, 1] that follows swaps past its training length.",
-        {
+        decided="A model of one layer with eigenvalues in [0, 1] that follows swaps past its training length.",
+        comparisons={
             "S3": Comparison(
                 "Gated DeltaNet, beta to 2 against beta to 1, one layer, swaps of S3, 128 letters, four times the training length",
-                Arm("words/swaps/s3", "gated_delta_net_neg"), Arm("words/swaps/s3", "gated_delta_net"), 128, True,
+                Arm("words/swaps/s3", "gated_delta_net_neg"), Arm("words/swaps/s3", "gated_delta_net"), 128, every_seed=True,
             ),
             "S5": Comparison(
                 "Gated DeltaNet, beta to 2 against beta to 1, one layer, swaps of S5, 128 letters, four times the training length",
-                Arm("words/swaps/ledger", "gated_delta_net_neg"), Arm("words/swaps/ledger", "gated_delta_net"), 128, True,
+                Arm("words/swaps/ledger", "gated_delta_net_neg"), Arm("words/swaps/ledger", "gated_delta_net"), 128, every_seed=True,
             ),
         },
-        "words",
+        task="words",
         figure=("words", "Running products against length: swaps of S5 and S3, all letters of S3"),
     ),
     Claim(
@@ -125,29 +125,29 @@ CLAIMS = (
             *PRODUCT, "section 4, a theorem", "",
             "one Householder step a token; S3 is the dihedral group of the triangle",
         ),
-        "",
-        "The theorem says what two layers can do. These runs ask whether training finds it, and whether one layer "
+        differs="",
+        here="The theorem says what two layers can do. These runs ask whether training finds it, and whether one layer "
         "finds it too. Two layers have more parameters than one, and a single layer of their size was not run. With "
         "four layers one seed of three does not find it.",
-        "A single layer with as many parameters that follows all letters of S3.",
-        {
+        decided="A single layer with as many parameters that follows all letters of S3.",
+        comparisons={
             "layers": Comparison(
                 "Gated DeltaNet with beta to 2, two layers against one, all letters of S3, 128 letters",
-                Arm("words/depth/s3", "gated_delta_net_neg", 2), Arm("words/depth/s3", "gated_delta_net_neg"), 128, True,
+                Arm("words/depth/s3", "gated_delta_net_neg", 2), Arm("words/depth/s3", "gated_delta_net_neg"), 128, every_seed=True,
             ),
         },
-        "words",
+        task="words",
         same_setting=True,
     ),
     Claim(
         "retention",
         "A decay without the delta rule forgets a number amid repeated words.",
         Source(*GDN, "Table 2, S-NIAH-1, 8K", "DeltaNet 98.8, Gated DeltaNet 91.8, Mamba2 30.4", OF_NEEDLES),
-        "3.8M parameters trained on the task, decays ten times slower at the start",
-        "Models have 3.8M parameters and are trained on the task, in rows of 512 bytes. Decays begin ten times slower "
+        differs="3.8M parameters trained on the task, decays ten times slower at the start",
+        here="Models have 3.8M parameters and are trained on the task, in rows of 512 bytes. Decays begin ten times slower "
         "than usual, in a test of forgetting: this favours the decay. The chosen rate is the lower of two.",
-        "A decay that keeps the number as well at eight times the length, with its usual speed at the start.",
-        {
+        decided="A decay that keeps the number as well at eight times the length, with its usual speed at the start.",
+        comparisons={
             "DeltaNet": Comparison(
                 "DeltaNet against Mamba2's decay, 4096 bytes",
                 Arm("needle/words/ledger", "delta_net"), Arm("needle/words/ledger", "mamba2"), 4096,
@@ -157,17 +157,17 @@ CLAIMS = (
                 Arm("needle/words/ledger", "gated_delta_net"), Arm("needle/words/ledger", "mamba2"), 4096,
             ),
         },
-        "needle",
+        task="needle",
         figure=("retention", "Retention by length, at both learning rates"),
     ),
     Claim(
         "code",
         "The delta rule helps to keep a long code in text.",
         Source(*GDN, "Table 2, S-NIAH-3, 4K", "Mamba2 4.6, DeltaNet 22.4, Gated DeltaNet 27.6", OF_NEEDLES),
-        "3.8M parameters trained on the task, decays ten times slower at the start",
-        "As for repeated words, with a code of 32 digits in Python source. One learning rate was tried.",
-        "A decay without the delta rule that keeps the code as well, over more seeds and rates.",
-        {
+        differs="3.8M parameters trained on the task, decays ten times slower at the start",
+        here="As for repeated words, with a code of 32 digits in Python source. One learning rate was tried.",
+        decided="A decay without the delta rule that keeps the code as well, over more seeds and rates.",
+        comparisons={
             "DeltaNet": Comparison(
                 "DeltaNet against Mamba2's decay, 4096 bytes",
                 Arm("needle/code", "delta_net"), Arm("needle/code", "mamba2"), 4096,
@@ -177,7 +177,7 @@ CLAIMS = (
                 Arm("needle/code", "gated_delta_net"), Arm("needle/code", "mamba2"), 4096,
             ),
         },
-        "needle",
+        task="needle",
     ),
     Claim(
         "filter",
@@ -186,10 +186,10 @@ CLAIMS = (
             *GDN, "Table 2, S-NIAH-2, 2K", "DeltaNet 45.6, Gated DeltaNet 99.8",
             OF_NEEDLES + "; at 8K 14.4 and 29.6. Their states hold the text that they learn to predict",
         ),
-        "",
-        "Not run: nothing makes our models store their text, so there is nothing to filter. `gdn reproduce "
+        differs="",
+        here="Not run: nothing makes our models store their text, so there is nothing to filter. `gdn reproduce "
         "2412.06464/table2-text` would run a version with small states.",
-        "",
+        decided="",
         task="needle",
     ),
     Claim(
@@ -201,13 +201,13 @@ CLAIMS = (
             "lengths 256 to 2048. Zoology (2312.04927) itself: 22,500 steps of 256 sequences, 4 rates, the best run, "
             "keys of 32 to 128 numbers, up to 256 pairs in 1024 tokens, as one slice of seven",
         ),
-        "asked past the training length, two mixers, Mamba2's decay with a free write and unit keys",
-        "\"Mamba2\" here is its decay in DeltaNet's layer: " + OWN_MAMBA + ". Within the training length the rules "
+        differs="asked past the training length, two mixers, Mamba2's decay with a free write and unit keys",
+        here="\"Mamba2\" here is its decay in DeltaNet's layer: " + OWN_MAMBA + ". Within the training length the rules "
         "hardly differ. The rows with keys of 64, and Zoology's, ask for 256 pairs, four times as many as were "
         "trained: what they measure is the subject of [finding 1](README.md#finding-1-what-mqar-measures). With keys of 16 decays begin "
         "ten times slower than usual.",
-        "Runs of several seeds in which Gated DeltaNet is ahead of Mamba2's decay with equal states.",
-        {
+        decided="Runs of several seeds in which Gated DeltaNet is ahead of Mamba2's decay with equal states.",
+        comparisons={
             "K16": Comparison(
                 "Gated DeltaNet against Mamba2's decay, keys of 16, 16 pairs",
                 Arm("recall/start/gated", "gated_delta_net", lr=0.001, start=0.06),
@@ -234,18 +234,18 @@ CLAIMS = (
                 Arm("recall/zoology/ledger*", "gated_delta_net", 4), Arm("recall/zoology/ledger*", "mamba2", 4), 256,
             ),
         },
-        "recall",
+        task="recall",
     ),
     Claim(
         "text",
         "Gated DeltaNet predicts text better than DeltaNet and than Mamba2.",
         Source(*GDN, "Table 3", "WikiText perplexity: DeltaNet 17.71, Mamba2 16.56, Gated DeltaNet 16.42", OF_TEXT),
-        LITTLE_TEXT,
-        "Models of 30M and 100M parameters read Python source as bytes, about half a byte a parameter. \"Mamba2\" is its "
+        differs=LITTLE_TEXT,
+        here="Models of 30M and 100M parameters read Python source as bytes, about half a byte a parameter. \"Mamba2\" is its "
         "decay with " + OWN_MAMBA + ". At 30M the chosen rate is the upper of two for every rule; at 100M one rate was "
         "tried. Against the decay three seeds had not been enough at 30M, and two were added.",
-        "A learning rate above those tried at which DeltaNet or the decay reaches the loss of Gated DeltaNet.",
-        {
+        decided="A learning rate above those tried at which DeltaNet or the decay reaches the loss of Gated DeltaNet.",
+        comparisons={
             "DeltaNet-30M": Comparison(
                 "Gated DeltaNet against DeltaNet, 30M",
                 Arm("text/30m/first", "gated_delta_net"), Arm("text/30m/first", "delta_net"), "validation",
@@ -263,7 +263,7 @@ CLAIMS = (
                 Arm("text/100m", "gated_delta_net"), Arm("text/100m", "mamba2"), "validation",
             ),
         },
-        "text",
+        task="text",
     ),
     Claim(
         "hybrid",
@@ -272,11 +272,11 @@ CLAIMS = (
             *GDN, "Table 3, H1 and H2", "WikiText perplexity: hybrids 16.07 and 15.91, Gated DeltaNet 16.42",
             OF_TEXT + "; attention over a window of 2K",
         ),
-        LITTLE_TEXT,
-        "Attention is in every fourth layer, over the whole row, in the form of Qwen3.5. That form differs in more than "
+        differs=LITTLE_TEXT,
+        here="Attention is in every fourth layer, over the whole row, in the form of Qwen3.5. That form differs in more than "
         "attention: the [control](#control) has the form without it.",
-        "A form without attention, of as many parameters, that reaches the loss of the hybrid.",
-        {
+        decided="A form without attention, of as many parameters, that reaches the loss of the hybrid.",
+        comparisons={
             "30M": Comparison(
                 "hybrid against Gated DeltaNet, 30M",
                 Arm("text/30m/first", "hybrid"), Arm("text/30m/first", "gated_delta_net"), "validation",
@@ -286,17 +286,17 @@ CLAIMS = (
                 Arm("text/100m", "hybrid"), Arm("text/100m", "gated_delta_net"), "validation",
             ),
         },
-        "text",
+        task="text",
         figure=("hybrid", "Bits above Gated DeltaNet by place in a row"),
     ),
     Claim(
         "context",
         "Gated DeltaNet stays ahead of DeltaNet and of Mamba2 past the training length.",
         Source(*GDN, "the figure up to 20K", "", "perplexity of six corpora; ahead of Mamba2 and DeltaNet in length extrapolation"),
-        LITTLE_TEXT,
-        "Rows of 2048 bytes in training, the places from 8192 to 16384 in the test. Otherwise as for text.",
-        "A rule that is behind at 2048 bytes and ahead at 16384.",
-        {
+        differs=LITTLE_TEXT,
+        here="Rows of 2048 bytes in training, the places from 8192 to 16384 in the test. Otherwise as for text.",
+        decided="A rule that is behind at 2048 bytes and ahead at 16384.",
+        comparisons={
             "DeltaNet-30M": Comparison(
                 "Gated DeltaNet against DeltaNet, 30M, places 8192 to 16384",
                 Arm("text/30m/first", "gated_delta_net"), Arm("text/30m/first", "delta_net"), 16384,
@@ -314,48 +314,48 @@ CLAIMS = (
                 Arm("text/100m", "gated_delta_net"), Arm("text/100m", "mamba2"), 16384,
             ),
         },
-        "text",
+        task="text",
     ),
     Claim(
         "transformer",
         "Gated DeltaNet predicts text better than a Transformer.",
         Source(*GDN, "Table 3", "WikiText perplexity: Transformer 18.53, Gated DeltaNet 16.42", OF_TEXT + ", a Transformer with RoPE"),
-        LITTLE_TEXT,
-        "Of the two learning rates tried the Transformer has the lower one and Gated DeltaNet the upper one, so "
+        differs=LITTLE_TEXT,
+        here="Of the two learning rates tried the Transformer has the lower one and Gated DeltaNet the upper one, so "
         "neither is bracketed. No rate between the two was tried.",
-        "A learning rate at which the Transformer reaches the loss of Gated DeltaNet.",
-        {
+        decided="A learning rate at which the Transformer reaches the loss of Gated DeltaNet.",
+        comparisons={
             "30M": Comparison(
                 "Gated DeltaNet against a Transformer, 30M",
                 Arm("text/30m/controls*", "gated_delta_net"), Arm("text/30m/controls*", "transformer"), "validation",
             ),
         },
-        "text",
+        task="text",
     ),
     Claim(
         "product",
         "More Householder steps a token reach S3, A5 and S5.",
         Source(*PRODUCT, "n_h from 2 to 4", "", "up to four steps a token, words of S3, A5 and S5"),
-        "2000 steps of training on words of eight letters, one layer",
-        "One layer, trained for 2000 steps on words of eight letters, asked at 32. The parameters differ, too: each "
+        differs="2000 steps of training on words of eight letters, one layer",
+        here="One layer, trained for 2000 steps on words of eight letters, asked at 32. The parameters differ, too: each "
         "step has keys and values of its own. In A5 and S5 every run stays near a guess, so these rows say nothing of "
         "the claim.",
-        "Longer training in which more steps a token do not reach A5.",
-        {
+        decided="Longer training in which more steps a token do not reach A5.",
+        comparisons={
             "S3": Comparison(
                 "DeltaProduct, two steps a token against one, S3, 32 letters",
-                Arm("words/steps/s3", "gated_delta_product"), Arm("words/steps/s3", "gated_delta_net_neg"), 32, True,
+                Arm("words/steps/s3", "gated_delta_product"), Arm("words/steps/s3", "gated_delta_net_neg"), 32, every_seed=True,
             ),
             "A5": Comparison(
                 "DeltaProduct, two steps a token against one, A5, 32 letters",
-                Arm("words/steps/a5", "gated_delta_product"), Arm("words/steps/a5", "gated_delta_net_neg"), 32, True,
+                Arm("words/steps/a5", "gated_delta_product"), Arm("words/steps/a5", "gated_delta_net_neg"), 32, every_seed=True,
             ),
             "S5": Comparison(
                 "DeltaProduct, four steps a token against one, S5, 32 letters",
-                Arm("words/steps/s5", "gated_delta_product_4"), Arm("words/steps/s5", "gated_delta_net_neg"), 32, True,
+                Arm("words/steps/s5", "gated_delta_product_4"), Arm("words/steps/s5", "gated_delta_net_neg"), 32, every_seed=True,
             ),
         },
-        "words",
+        task="words",
     ),
     Claim(
         "factorial",
@@ -365,34 +365,34 @@ CLAIMS = (
             "18M to 125M parameters; an excerpt was read. Its order of language models (top three within 0.009 nats on "
             "TinyStories and WikiText-103) was not tested",
         ),
-        "keys that come again, heads of 8 numbers, 3000 steps",
-        "Keys come again, heads have 8 numbers, and training takes 3000 steps. Write strengths start at 0.5.",
-        "Runs in which KDA retrieves as much as Gated DeltaNet with an interval that excludes 5 points.",
-        {
+        differs="keys that come again, heads of 8 numbers, 3000 steps",
+        here="Keys come again, heads have 8 numbers, and training takes 3000 steps. Write strengths start at 0.5.",
+        decided="Runs in which KDA retrieves as much as Gated DeltaNet with an interval that excludes 5 points.",
+        comparisons={
             "head": Comparison(
                 "Gated DeltaNet against KDA, 32 pairs",
-                Arm("recall/factorial", "gated_delta_net"), Arm("recall/factorial", "kda"), 32, True,
+                Arm("recall/factorial", "gated_delta_net"), Arm("recall/factorial", "kda"), 32, every_seed=True,
             ),
         },
-        "recall",
+        task="recall",
     ),
     Claim(
         "kimi",
         "KDA is ahead of Mamba2 at palindromes and stacks.",
         Source(*KIMI, "section 5", "KDA before Gated DeltaNet and Mamba2", OF_KIMI),
-        "rows of 512 tokens, Mamba2's decay with a free write and unit keys",
-        "\"Mamba2\" is its decay with " + OWN_MAMBA + ". At the paper's training both rules learn both tasks whole at "
+        differs="rows of 512 tokens, Mamba2's decay with a free write and unit keys",
+        here="\"Mamba2\" is its decay with " + OWN_MAMBA + ". At the paper's training both rules learn both tasks whole at "
         "their best rates, so there is nothing left to compare; longer rows were not run. The rows of a few tokens are "
         "one layer on a CPU.",
-        "Longer rows, at which neither rule is whole.",
-        {
+        decided="Longer rows, at which neither rule is whole.",
+        comparisons={
             "palindrome": Comparison(
                 "KDA against Mamba2's decay, palindromes of 16 tokens, twice the training length",
-                Arm("kimi/palindrome", "kda"), Arm("kimi/palindrome", "mamba2"), 16, True,
+                Arm("kimi/palindrome", "kda"), Arm("kimi/palindrome", "mamba2"), 16, every_seed=True,
             ),
             "stack": Comparison(
                 "KDA against Mamba2's decay, 4 stacks, 48 tokens, twice the training length",
-                Arm("kimi/stack", "kda"), Arm("kimi/stack", "mamba2"), 48, True,
+                Arm("kimi/stack", "kda"), Arm("kimi/stack", "mamba2"), 48, every_seed=True,
             ),
             "palindrome-512": OneSeed(
                 "KDA against Mamba2's decay, palindromes of 256 tokens, the paper's training",
@@ -403,17 +403,17 @@ CLAIMS = (
                 Arm("kimi/stack_full", "kda"), Arm("kimi/stack_full", "mamba2"), 510,
             ),
         },
-        "recall",
+        task="recall",
     ),
     Claim(
         "fails",
         "Mamba2 fails at palindromes and stacks.",
         Source(*KIMI, "section 5", "Mamba2 fails", OF_KIMI),
-        "rows of 512 tokens, its decay with a free write and unit keys",
-        "\"Mamba2\" is its decay with " + OWN_MAMBA + ", and rows have 512 tokens, where the paper goes to 2048. A rule "
+        differs="rows of 512 tokens, its decay with a free write and unit keys",
+        here="\"Mamba2\" is its decay with " + OWN_MAMBA + ", and rows have 512 tokens, where the paper goes to 2048. A rule "
         "fails at a learning rate if it gets less than half of the way from a guess to 100 %.",
-        "Several seeds, a published Mamba2 layer, and longer rows.",
-        {
+        decided="Several seeds, a published Mamba2 layer, and longer rows.",
+        comparisons={
             "palindrome-512": Fails(
                 "Mamba2's decay, palindromes of 256 tokens, the paper's training",
                 Arm("kimi/palindrome_full", "mamba2"), 256,
@@ -422,15 +422,15 @@ CLAIMS = (
                 "Mamba2's decay, 64 stacks, 510 tokens, the paper's training", Arm("kimi/stack_full", "mamba2"), 510,
             ),
         },
-        "recall",
+        task="recall",
     ),
     Claim(
         "real",
         "Gated DeltaNet recalls most from documents.",
         Source(*GDN, "Table 4", "mean of six tasks: Mamba2 29.8, DeltaNet 26.2, Gated DeltaNet 30.6", "1.3B models"),
-        "",
-        "Not run.",
-        "",
+        differs="",
+        here="Not run.",
+        decided="",
     ),
 )  # fmt: skip
 
@@ -439,78 +439,78 @@ OWN = (
         "start",
         "With narrow keys, delta rules learn recall sooner from weak writes.",
         None,
-        "",
-        "Keys of 16 numbers, a state of 1024 numbers, 4096 keys and values, 8000 steps of 64 rows, decays ten times "
+        differs="",
+        here="Keys of 16 numbers, a state of 1024 numbers, 4096 keys and values, 8000 steps of 64 rows, decays ten times "
         "slower than usual at the start. Five seeds were run first and looked at; the test is of the five seeds that "
         "were added, 5 to 9.",
-        "New seeds, or a learning rate between those tried, at which DeltaNet learns from 0.5 as soon as from 0.06.",
-        {
+        decided="New seeds, or a learning rate between those tried, at which DeltaNet learns from 0.5 as soon as from 0.06.",
+        comparisons={
             "DeltaNet": Comparison(
                 "DeltaNet, learning rate 0.001, 16 pairs, from 0.06 against 0.5",
                 Arm("recall/start/ten", "delta_net", lr=0.001, start=0.06),
-                Arm("recall/start/ten", "delta_net", lr=0.001, start=0.5), 16, True, first=5,
+                Arm("recall/start/ten", "delta_net", lr=0.001, start=0.5), 16, every_seed=True, first=5,
             ),
             "Gated": Comparison(
                 "Gated DeltaNet, learning rate 0.001, 16 pairs, from 0.06 against 0.5",
                 Arm("recall/start/ten", "gated_delta_net", lr=0.001, start=0.06),
-                Arm("recall/start/ten", "gated_delta_net", lr=0.001, start=0.5), 16, True, first=5,
+                Arm("recall/start/ten", "gated_delta_net", lr=0.001, start=0.5), 16, every_seed=True, first=5,
             ),
             "DeltaNet-0.003": Comparison(
                 "DeltaNet, learning rate 0.003, 16 pairs, from 0.06 against 0.5",
                 Arm("recall/start/ten", "delta_net", lr=0.003, start=0.06),
-                Arm("recall/start/ten", "delta_net", lr=0.003, start=0.5), 16, True, first=5,
+                Arm("recall/start/ten", "delta_net", lr=0.003, start=0.5), 16, every_seed=True, first=5,
             ),
             "Gated-0.003": Comparison(
                 "Gated DeltaNet, learning rate 0.003, 16 pairs, from 0.06 against 0.5",
                 Arm("recall/start/ten", "gated_delta_net", lr=0.003, start=0.06),
-                Arm("recall/start/ten", "gated_delta_net", lr=0.003, start=0.5), 16, True, first=5,
+                Arm("recall/start/ten", "gated_delta_net", lr=0.003, start=0.5), 16, every_seed=True, first=5,
             ),
         },
-        "recall",
+        task="recall",
         figure=("recall", "Learning curves of recall by the write strength at the start"),
     ),
     Claim(
         "wide_half",
         "With wide keys, too, delta rules learn recall sooner from weak writes.",
         None,
-        "",
-        "Keys of 64 numbers. The measure was chosen after the runs were seen, so nothing is tested: new seeds have to "
+        differs="",
+        here="Keys of 64 numbers. The measure was chosen after the runs were seen, so nothing is tested: new seeds have to "
         "confirm it. A rival cause is not excluded: from 0.06 the mixer's output is smaller at first, and the constant "
         "of its norm damps it more with wide keys.",
-        "New seeds that do not need fewer steps from 0.06.",
-        {
+        decided="New seeds that do not need fewer steps from 0.06.",
+        comparisons={
             "DeltaNet": Comparison(
                 "DeltaNet, steps to half of 4 pairs, from 0.06 against 0.5",
                 Arm("recall/start_wide/delta", "delta_net", start=0.06),
-                Arm("recall/start_wide/delta", "delta_net", start=0.5), HALF, True, post_hoc=True,
+                Arm("recall/start_wide/delta", "delta_net", start=0.5), HALF, every_seed=True, post_hoc=True,
             ),
             "Gated": Comparison(
                 "Gated DeltaNet, steps to half of 4 pairs, from 0.06 against 0.5",
                 Arm("recall/start_wide/gated", "gated_delta_net", start=0.06),
-                Arm("recall/start_wide/gated", "gated_delta_net", start=0.5), HALF, True, post_hoc=True,
+                Arm("recall/start_wide/gated", "gated_delta_net", start=0.5), HALF, every_seed=True, post_hoc=True,
             ),
         },
-        "recall",
+        task="recall",
     ),
     Claim(
         "wide",
         "With wide keys, delta rules recall more of 256 pairs from weak writes.",
         None,
-        "",
-        "Keys of 64 numbers, asked for four times the pairs of training. Every run has nearly all of the 64 pairs that "
+        differs="",
+        here="Keys of 64 numbers, asked for four times the pairs of training. Every run has nearly all of the 64 pairs that "
         "were trained, so the comparison cannot show a difference there, and past it see "
         "[finding 1](README.md#finding-1-what-mqar-measures). The learning rate of 0.003 was not run.",
-        "",
-        {
+        decided="",
+        comparisons={
             "DeltaNet": Comparison(
                 "DeltaNet, 256 pairs, from 0.06 against 0.5",
                 Arm("recall/start_wide/delta", "delta_net", start=0.06),
-                Arm("recall/start_wide/delta", "delta_net", start=0.5), 256, True,
+                Arm("recall/start_wide/delta", "delta_net", start=0.5), 256, every_seed=True,
             ),
             "Gated": Comparison(
                 "Gated DeltaNet, 256 pairs, from 0.06 against 0.5",
                 Arm("recall/start_wide/gated", "gated_delta_net", start=0.06),
-                Arm("recall/start_wide/gated", "gated_delta_net", start=0.5), 256, True,
+                Arm("recall/start_wide/gated", "gated_delta_net", start=0.5), 256, every_seed=True,
             ),
             "Zoology-DeltaNet": OneSeed(
                 "DeltaNet, Zoology's training, 256 pairs, from 0.06 against 0.5",
@@ -522,16 +522,16 @@ OWN = (
                 Arm("recall/zoology/ledger_64", "gated_delta_net", 2), 256,
             ),
         },
-        "recall",
+        task="recall",
     ),
     Claim(
         "start_text",
         "Weak writes at the start help in text.",
         None,
-        "",
-        "Models of 30M parameters, keys of 96 numbers, three seeds at the upper of two learning rates.",
-        "More seeds whose interval excludes a gain of 0.02 bits.",
-        {
+        differs="",
+        here="Models of 30M parameters, keys of 96 numbers, three seeds at the upper of two learning rates.",
+        decided="More seeds whose interval excludes a gain of 0.02 bits.",
+        comparisons={
             "DeltaNet": Comparison(
                 "DeltaNet, 30M, from 0.06 against 0.5",
                 Arm("text/30m/start", "delta_net", start=0.06), Arm("text/30m/start", "delta_net", start=0.5), "validation",
@@ -542,21 +542,21 @@ OWN = (
                 Arm("text/30m/start_gated", "gated_delta_net", start=0.5), "validation",
             ),
         },
-        "text",
+        task="text",
     ),
     Claim(
         "control",
         "Attention, not the rest of its form, makes the hybrid better.",
         None,
-        "",
-        "The control has the form of the hybrid and Gated DeltaNet in every layer. Four seeds have both arms.",
-        "A control without attention that reaches the loss of the hybrid.",
-        {
+        differs="",
+        here="The control has the form of the hybrid and Gated DeltaNet in every layer. Four seeds have both arms.",
+        decided="A control without attention that reaches the loss of the hybrid.",
+        comparisons={
             "attention": Comparison(
                 "hybrid against the same form without attention, 30M",
                 Arm("text/30m/controls*", "hybrid"), Arm("text/30m/controls*", "hybrid_control"), "validation",
             ),
         },
-        "text",
+        task="text",
     ),
 )  # fmt: skip
