@@ -136,7 +136,7 @@ def test_tokens_beyond_the_capacity_are_none():
         known = np.array([0, 7]), np.array([1]), np.zeros(1, bool)
         jax.eval_shape(lambda: server.prefill(server.params, jnp.zeros((1, 9), jnp.int32), *known, pools))
     for options, message in (
-        (dict(capacity=0), "capacity: expected at least 1, got 0"),
+        (dict(capacity=-1), "capacity: expected at least 0, got -1"),
         (dict(slots=-1, capacity=3), "slots: expected at least 1, got -1"),
         (dict(ring=0, capacity=3), "ring: expected at least 1, got 0"),
         (dict(dtype="x", capacity=3), "dtype: expected a dtype of states, got 'x'"),

@@ -63,9 +63,9 @@ class ServedModel:
             the dtype.
         """
         check_whole("slots", slots, 1)
-        for name, number in (("ring", ring), ("capacity", capacity)):
+        for name, number, least in (("ring", ring, 1), ("capacity", capacity, 0)):
             if number is not None:
-                check_whole(name, number, 1)
+                check_whole(name, number, least)
         try:
             jnp.dtype(dtype)
         except TypeError:

@@ -165,7 +165,7 @@ class Attending:
             raise ValueError(
                 "capacity: expected the tokens of a request, which attention layers keep, got None"
             )
-        check_whole("capacity", capacity, 1)
+        check_whole("capacity", capacity, 0)
         kind = Attention if mixer.config.window else type(mixer)
         return FixedAttentionCache(*kind.init_cache(mixer, slots, capacity))
 

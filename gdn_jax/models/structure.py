@@ -1,4 +1,4 @@
-"""What a model is made of, found once: `nnx.split` visits every attribute of every part, 20 ms for 24 layers."""
+"""A structure of a model is found once: `nnx.split` visits every attribute of every part, 20 ms for 24 layers."""
 
 import weakref
 from typing import Any
