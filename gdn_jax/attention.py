@@ -64,7 +64,7 @@ def _scale(K: int, layer: int) -> float:
     """K^(-1/2), which differs from layer to layer by less than the rounding of the float32 that cuDNN reads."""
     # A workaround for XLA with jax 0.11.2, not reported there: of equal backward calls it compiles one, and in
     # programs with equal bits it then finds no other (IndexError). Once this is no longer needed,
-    # tests/test_hybrid.py::test_equal_attention_layers_by_cudnn fails.
+    # tests/models/test_hybrid.py::test_equal_attention_layers_by_cudnn fails.
     return (1 + layer * 2.0**-40) / math.sqrt(K)
 
 

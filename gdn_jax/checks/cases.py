@@ -22,7 +22,7 @@ class Case:
     heads is (Hq, Hk, HV). g, beta and keys name a recipe of `inputs` (None: the argument is absent). lengths are the
     packed sequences (cu_seqlens), the rest of the T tokens being padding; segments are the lengths of the segments of
     each row (segment_ids). ill_conditioned cases amplify rounding errors, whatever the implementation: they carry a
-    bound computed from the case, see tests/tolerances.py.
+    bound computed from the case, see tests/support/tolerances.py.
     """
 
     name: str

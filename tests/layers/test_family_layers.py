@@ -1,0 +1,274 @@
+"""The family's layers against NumPy float64 layers, and: any cutting, packing or padding equals one pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_oracle import conv_oracle
+from flax import nnx
+from harness import tiers
+from tolerances import FLOAT32, assert_close
+
+from gdn_jax.blocks import weight_decay_mask
+from gdn_jax.layers import (
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    RecurrentCache,
+)
+
+F32 = FLOAT32["o"]
+D = 20
+BOUND = -3.0
+"""Of the gate that has one: another than the default, and not read off the layer."""
+SIZES = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6, "expand_v": 1.5, "implementation": "recurrent"}
+LAYERS = {
+    "kda": lambda: make(KimiDeltaAttention, output_gate_bias=True, conv_bias=True),
+    "kda-bounded": lambda: make(
+        KimiDeltaAttention,
+        gate="lower_bound",
+        lower_bound=BOUND,
+        gate_rank=None,
+        output_gate_rank=None,
+        allow_neg_eigval=True,
+        write_start=0.1,
+        num_v_heads=None,
+        expand_v=1.0,
+    ),
+    "kda-plain": lambda: make(KimiDeltaAttention, use_A_log=False, gate_rank=3, use_short_conv=False),
+    "gla": lambda: make(GatedLinearAttention, conv_size=2),
+    "gdn-2": lambda: make(GatedDeltaNet2, allow_neg_eigval=True, write_start=0.2),
+    "product": lambda: make(GatedDeltaProduct, num_householder=3, write_start=0.3),
+}
+
+
+def make(kind, **options):
+    layer = kind(D, **{**SIZES, "rngs": nnx.Rngs(0), **options})
+    for i, bias in enumerate((layer.conv_bias, getattr(getattr(layer, "g_b_proj", None), "bias", None))):
+        if bias is not None:
+            bias[...] = jnp.asarray(inputs(*bias.shape, seed=i))
+    weight = 1 + 0.3 * inputs(layer.head_v_dim)
+    layer.o_norm.weight[...] = jnp.asarray(weight, layer.o_norm.weight.dtype)
+    return layer
+
+
+def inputs(*shape, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def random_cache(layer, N, seed=2):
+    """A cache as if tokens had come before: nothing in it is zero."""
+    return RecurrentCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(layer.init_cache(N))))
+
+
+@nnx.jit
+def _call(layer, x, **options):
+    return layer(x, return_cache=True, **options)
+
+
+def call(layer, x, **options):
+    return jax.device_get(_call(layer, x, **options))
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+def linear(p, x):
+    return x @ p["kernel"] + p.get("bias", 0)
+
+
+def low_rank(p, name, x):
+    """x through the projections of that name, whether one or two factors."""
+    if f"{name}_a_proj" in p:
+        return linear(p[f"{name}_b_proj"], linear(p[f"{name}_a_proj"], x))
+    return linear(p[f"{name}_proj"], x)
+
+
+def layer_oracle(layer, x, cache):
+    """One row x [T, D] in float64 from the layer's parameters and options: y, and the cache after it."""
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+    x, T = np.asarray(x, np.float64), len(x)
+    H, HV, K, V, n = layer.num_heads, layer.num_v_heads, layer.head_dim, layer.head_v_dim, 1
+    product = isinstance(layer, GatedDeltaProduct)
+    n = layer.num_householder if product else 1
+    qkv = np.concatenate([linear(p[f"{name}_proj"], x) for name in "qkv"], axis=1)
+    if layer.use_short_conv:
+        qkv, conv = conv_oracle(qkv, p["conv_weight"], p.get("conv_bias"), "silu", cache.conv)
+    else:
+        qkv, conv = qkv * sigmoid(qkv), np.zeros((layer.conv_dim, 0))
+    q, k, v = np.split(qkv, [H * K, (1 + n) * H * K], axis=1)
+    q, k, v = unit(q.reshape(T, H, K)), unit(k.reshape(T, n, H, K)), v.reshape(T, n, HV, V)
+    q, k = (np.repeat(a, HV // H, axis=-2) for a in (q, k))
+    rate = np.exp(p["A_log"])[:, None] if "A_log" in p else 1.0
+    doubled = 1 + layer.allow_neg_eigval
+    erases = not isinstance(layer, GatedLinearAttention)
+    if product:
+        g = -rate * np.logaddexp(0, linear(p["a_proj"], x) + p["dt_bias"])[..., None]
+        b = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, n, HV, 1)
+        erase, write = b, b
+    else:
+        z = low_rank(p, "f", x).reshape(T, HV, K) + p["dt_bias"]
+        bounded = layer.lower_bound is not None
+        g = BOUND * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
+        erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
+        write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if "w_proj" in p else erase
+        erase = erase if erases else 0 * erase
+    S, o = np.asarray(cache.state, np.float64), np.zeros((T, HV, V))
+    for t in range(T):
+        S = np.exp(g[t])[..., None] * S
+        for i in range(n):
+            u = write[t, i] * v[t, i] - np.einsum("hk,hkv->hv", erase[t, i] * k[t, i], S)
+            S = S + k[t, i][..., None] * u[:, None]
+        o[t] = np.einsum("hk,hkv->hv", q[t], S) / np.sqrt(K)
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * p["o_norm"]["weight"]
+    gate = low_rank(p, "g", x)
+    o = o.reshape(T, HV * V) * (gate if product else 1) * sigmoid(gate)
+    return linear(p["o_proj"], o), conv, S
+
+
+def assert_row(layer, x, past, y, new, what=""):
+    """Output y [T, D] and cache of one sequence x [T, D] that follows `past` (no batch axis), against float64."""
+    for name, want, got in zip(("y", "conv", "state"), layer_oracle(layer, x, past), (y, *new), strict=True):
+        assert_close(want, got, F32, f"{what} {name}")
+
+
+def row_of(cache, row):
+    return jax.tree.map(lambda c: np.asarray(c)[row], cache)
+
+
+@pytest.mark.parametrize("name", tiers(LAYERS, ["kda", "gdn-2"]))
+def test_against_float64(name):
+    """Two rows behind a past in one pass; the same in a piece and single tokens."""
+    layer = LAYERS[name]()
+    x, past = inputs(2, 7, D), random_cache(layer, 2)
+    y, new = call(layer, x, cache=past)
+    assert y.dtype == np.float32 and new.state.dtype == np.float32
+    for row in range(2):
+        assert_row(layer, x[row], row_of(past, row), y[row], row_of(new, row), f"row {row}")
+    ys, cache = [], past
+    for t in range(7):
+        token, cache = call(layer, x[:, t : t + 1], cache=cache)
+        ys.append(token)
+    for row, got in enumerate(np.concatenate(ys, 1)):
+        assert_row(layer, x[row], row_of(past, row), got, row_of(cache, row), f"row {row}, token by token")
+
+
+@pytest.mark.parametrize("name", tiers(["kda", "gdn-2", "product"], ["kda"]))
+def test_packed_and_padded(name):
+    """Packed rows by offsets, by segments and by padding on both sides: each sequence as if alone."""
+    layer = LAYERS[name]()
+    lengths = (3, 0, 5)
+    x = inputs(1, 9, D)  # the last token is padding
+    past, offsets = random_cache(layer, 3), np.array([0, 3, 3, 8])
+    y, new = call(layer, x, cache=past, cu_seqlens=offsets)
+    for n, length in enumerate(lengths):
+        if length:
+            span = slice(offsets[n], offsets[n + 1])
+            assert_row(layer, x[0, span], row_of(past, n), y[0, span], row_of(new, n), f"sequence {n}")
+    assert not y[0, 8].any()
+    np.testing.assert_array_equal(new.state[1], past.state[1])
+    # The same tokens as segments of a padded row; a cache feeds the first one and is that of the last.
+    ids, mask = np.array([[9, 0, 0, 0, 1, 1, 1, 1, 1]]), np.array([[0] + [1] * 8], bool)
+    shifted = np.roll(x, 1, axis=1)
+    first = jax.tree.map(lambda c: c[:1], past)
+    y, last = call(layer, shifted, cache=first, segment_ids=ids, mask=mask)
+    empty = row_of(layer.init_cache(1), 0)
+    want = layer_oracle(layer, x[0, :3], row_of(past, 0))[0]
+    assert_close(want, y[0, 1:4], F32, "first segment")
+    assert_row(layer, x[0, 3:8], empty, y[0, 4:], row_of(last, 0), "second segment")
+    assert not y[0, 0].any()
+
+
+@pytest.mark.parametrize("name", tiers(["kda", "product"], ["product"]))
+def test_one_token_that_is_padding(name):
+    layer = LAYERS[name]()
+    past, mask = random_cache(layer, 2), np.array([[True], [False]])
+    x = inputs(2, 1, D)
+    y, new = call(layer, x, cache=past, mask=mask)
+    assert_row(layer, x[0], row_of(past, 0), y[0], row_of(new, 0))
+    assert not y[1].any()
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), new, past)
+
+
+def test_one_step_is_the_gated_delta_net():
+    """With one step a token and equal weights the bits of the layer that it generalises."""
+    one = make(GatedDeltaProduct, num_householder=1, allow_neg_eigval=False)
+    other = make(GatedDeltaNet)
+    nnx.update(other, nnx.state(one, nnx.Param))
+    x = inputs(2, 9, D)
+    jax.tree.map(np.testing.assert_array_equal, call(one, x), call(other, x))
+
+
+def test_equal_strengths_are_kimi_delta_attention():
+    """Gated DeltaNet-2 whose erase and write are one number a head."""
+    kda, gdn2 = make(KimiDeltaAttention), make(GatedDeltaNet2)
+    nnx.update(gdn2, nnx.filter_state(nnx.state(kda, nnx.Param), lambda path, _: "b_proj" not in path))
+    b = kda.b_proj.kernel[...]
+    gdn2.b_proj.kernel[...] = jnp.repeat(b, gdn2.head_dim, axis=1)
+    gdn2.w_proj.kernel[...] = jnp.repeat(b, gdn2.head_v_dim, axis=1)
+    x = inputs(1, 9, D)
+    assert_close(call(kda, x)[0], call(gdn2, x)[0], F32)
+
+
+@pytest.mark.slow
+def test_bfloat16_and_parameters():
+    """In chunks; gates and states stay float32; what weight decay spares; caches keep their dtype."""
+    narrow = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, implementation="chunked")
+    layer = make(KimiDeltaAttention, **narrow)
+    assert layer.A_log.dtype == layer.dt_bias.dtype == jnp.float32
+    assert layer.f_a_proj.kernel.dtype == layer.conv_weight.dtype == jnp.bfloat16
+    x = inputs(1, 8, D)
+    y, cache = call(layer, x)
+    assert y.dtype == cache.conv.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32
+    want = layer_oracle(layer, x[0], row_of(layer.init_cache(1), 0))
+    assert_close(want[0], y[0].astype(np.float32), 2e-2, "y")
+    assert_close(want[2], cache.state[0], 2e-2, "state")
+    inputs_of = jax.eval_shape(lambda x: layer.rule_inputs(x)[0], x)
+    assert inputs_of.g.dtype == inputs_of.beta.dtype == jnp.float32 and inputs_of.q.dtype == jnp.bfloat16
+    mask = nnx.to_pure_dict(weight_decay_mask(nnx.state(layer, nnx.Param)))
+    assert not mask["dt_bias"] and not mask["A_log"] and mask["f_b_proj"]["kernel"] and mask["conv_weight"]
+    half = jax.tree.map(lambda c: jnp.asarray(c, jnp.bfloat16), random_cache(layer, 1))
+    for length in (1, 3):
+        new = jax.eval_shape(lambda x, past: layer(x, cache=past)[1], x[:, :length], half)
+        assert new.state.dtype == new.conv.dtype == jnp.bfloat16
+
+
+def test_starts():
+    """Fresh weights: rates from 1 to 16 or none, time steps from 1e-3 to 0.1, strengths as they are set."""
+    size = dict(num_heads=32, head_dim=8, rngs=nnx.Rngs(0))
+    free = KimiDeltaAttention(8, **size)
+    bounded = GatedDeltaNet2(8, **size, gate="lower_bound", write_start=0.05)
+    rates, steps = np.exp(free.A_log[...]), np.log1p(np.exp(free.dt_bias[...]))
+    assert 1 <= rates.min() < 3 and 14 < rates.max() <= 16
+    assert free.dt_bias.shape == (32, 8) and 1e-3 <= steps.min() < 2e-3 and 0.08 < steps.max() <= 0.1001
+    assert not np.any(bounded.A_log[...])
+    for linear in bounded.strength_projections():
+        np.testing.assert_allclose(sigmoid(np.asarray(linear.bias[...])), 0.05, rtol=1e-5)
+    bounded.set_write_start(jnp.float32(0.5))
+    assert not np.any(bounded.w_proj.bias[...])
+    free.scale_time_steps(0.1)
+    np.testing.assert_allclose(np.log1p(np.exp(free.dt_bias[...])), 0.1 * steps, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (KimiDeltaAttention, {"gate": "sigmoid"}, "gate: expected one of 'softplus', 'lower_bound'"),
+        (KimiDeltaAttention, {"lower_bound": 5.0}, "lower_bound: expected a number below 0, got 5"),
+        (GatedDeltaNet2, {"gate_rank": 0}, "gate_rank: expected a positive integer, got 0"),
+        (KimiDeltaAttention, {"output_gate_rank": "full"}, "output_gate_rank: expected one of"),
+        (GatedDeltaProduct, {"num_householder": 0}, "num_householder: expected a positive integer"),
+        (GatedDeltaProduct, {"num_v_heads": 3}, "num_v_heads: expected a multiple of num_heads = 2"),
+        (GatedDeltaNet2, {"write_start": 1.0}, "write_start: expected None or a number between 0 and 1"),
+    ],
+)
+def test_errors(kind, options, message, no_type_checks):
+    with pytest.raises(ValueError, match=message):
+        make(kind, **options)

@@ -1,0 +1,336 @@
+"""GatedDeltaNet against a NumPy float64 layer, and: any cutting, packing or padding equals one pass."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_oracle import conv_oracle
+from flax import nnx
+from small_layers import F32, D, inputs, make
+from tolerances import FLOAT32, assert_close
+
+from gdn_jax.checks import oracle
+from gdn_jax.layers import GatedDeltaNetCache
+
+# Gradients likewise.
+F32_GRAD = FLOAT32["dk"]
+
+
+# bfloat16 against float32: about ten roundings of 2^-9 (projections, convolution, normalised q and k, o, the gated
+# norm, y), which add in squares: 3.2 * 2e-3, with a factor of 3 for sums that cancel.
+BF16 = 2e-2
+
+
+@nnx.jit
+def _call(layer, x, **options):
+    return layer(x, return_cache=True, **options)
+
+
+def call(layer, x, **options):
+    """Output and cache of one compiled call, as NumPy arrays: slicing those compiles nothing."""
+    return jax.device_get(_call(layer, x, **options))
+
+
+def random_cache(layer, N, seed=2):
+    """A cache as if tokens had come before: nothing in it is zero."""
+    shapes = layer.init_cache(N)
+    return GatedDeltaNetCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(shapes)))
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def layer_oracle(layer, x, cache):
+    """One row x [T, D] in float64 from the layer's parameters and options."""
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+    x = np.asarray(x, np.float64)
+    T, V = len(x), layer.head_v_dim
+    qkv = np.concatenate([x @ p[f"{n}_proj"]["kernel"] for n in "qkv"], axis=1)
+    if layer.use_short_conv:
+        qkv, conv = conv_oracle(qkv, p["conv_weight"], p.get("conv_bias"), "silu", cache.conv)
+    else:
+        qkv, conv = qkv * sigmoid(qkv), np.zeros((layer.conv_dim, 0))
+    key_dim = layer.num_heads * layer.head_dim
+    q, k, v = np.split(qkv, [key_dim, 2 * key_dim], axis=1)
+    q, k = (a.reshape(1, T, layer.num_heads, layer.head_dim) for a in (q, k))
+    g = -np.exp(p["A_log"]) * np.log1p(np.exp(x @ p["a_proj"]["kernel"] + p["dt_bias"]))
+    beta = sigmoid(x @ p["b_proj"]["kernel"] + p["b_proj"].get("bias", 0)) * (1 + layer.allow_neg_eigval)
+    o, state = oracle.forward(
+        q,
+        k,
+        v.reshape(1, T, layer.num_v_heads, V),
+        g[None],
+        beta[None],
+        initial_state=np.asarray(cache.state)[None],
+        use_qk_l2norm=True,
+    )
+    o = o[0] / np.sqrt((o[0] ** 2).mean(-1, keepdims=True) + 1e-5) * p["o_norm"]["weight"]
+    o = o.reshape(T, layer.num_v_heads * V)
+    if layer.use_gate:
+        z = x @ p["g_proj"]["kernel"]
+        o = o * z * sigmoid(z)
+    return o @ p["o_proj"]["kernel"], conv, state[0]
+
+
+def row_of(cache, row):
+    return jax.tree.map(lambda c: np.asarray(c)[row], cache)
+
+
+def assert_row(layer, x, past, y, new, what=""):
+    """Output y [T, D] and cache of one sequence x [T, D] that follows `past` (no batch axis), against float64."""
+    want_y, want_conv, want_state = layer_oracle(layer, x, past)
+    assert_close(want_y, y, F32, f"{what} y")
+    assert_close(want_conv, new.conv, F32, f"{what} conv")
+    assert_close(want_state, new.state, F32, f"{what} state", axis=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"implementation": "chunked"},
+        pytest.param(
+            {
+                "num_v_heads": None,
+                "conv_bias": True,
+                "conv_size": 2,
+                "allow_neg_eigval": True,
+                "write_start": 0.1,
+            },
+            marks=pytest.mark.slow,
+        ),
+        {"use_short_conv": False, "use_gate": False, "expand_v": 1.0},
+    ],
+    ids=["gva", "neg_eigval", "plain"],
+)
+def test_against_float64(options):
+    layer = make(**{"implementation": "recurrent", **options})
+    if layer.conv_bias is not None:
+        layer.conv_bias[...] = jnp.asarray(inputs(layer.conv_dim))
+    layer.o_norm.weight[...] = jnp.asarray(1 + 0.3 * inputs(layer.head_v_dim))
+    x = inputs(2, 9, D)
+    cache = random_cache(layer, 2)
+    y, new = call(layer, x, cache=cache)
+    assert y.shape == (2, 9, D) and new.state.dtype == jnp.float32
+    for n in range(2):
+        assert_row(layer, x[n], row_of(cache, n), y[n], row_of(new, n), f"row {n}")
+    swapped, new_swapped = call(layer, x[::-1], cache=row_of(cache, slice(None, None, -1)))
+    assert_close(y[::-1], swapped, F32, "batch in another order")
+    assert_close(new.state[::-1], new_swapped.state, F32, "batch in another order")
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Most tests of the layer take the form of the rule that compiles fast; those below with "chunked" the other."""
+    return make(implementation="recurrent")
+
+
+@pytest.mark.parametrize(
+    "implementation, lengths",
+    [
+        ("chunked", (34, 34, 1, 1)),
+        pytest.param("recurrent", (2, 65, 1, 1, 1), marks=pytest.mark.slow),
+    ],  # a cut inside a chunk; shorter than the filter
+)
+def test_prefill_in_pieces_then_steps(implementation, lengths):
+    layer = make(implementation=implementation, allow_neg_eigval=True)
+    x = inputs(2, 70, D)
+    whole = call(layer, x)
+    pieces, cache, start = [], layer.init_cache(2), 0
+    for length in lengths:
+        y, cache = call(layer, x[:, start : start + length], cache=cache)
+        pieces.append(y)
+        start += length
+    assert_close(whole[0], np.concatenate(pieces, axis=1), F32, "y")
+    assert_close(whole[1].conv, cache.conv, F32, "conv")
+    assert_close(whole[1].state, cache.state, F32, "state", axis=1)
+    for row in range(2):
+        assert_row(layer, x[row], row_of(layer.init_cache(2), row), whole[0][row], row_of(whole[1], row))
+
+
+def test_step_without_convolution():
+    layer = make(use_short_conv=False, implementation="recurrent")
+    x = inputs(2, 3, D)
+    cache, ys = layer.init_cache(2), []
+    for t in range(3):
+        y, cache = call(layer, x[:, t : t + 1], cache=cache)
+        ys.append(y)
+    y = np.concatenate(ys, axis=1)
+    for row in range(2):
+        assert_row(layer, x[row], row_of(layer.init_cache(2), row), y[row], row_of(cache, row))
+
+
+# The tokens of each row: padding on the left, the right, both. With W - 1 = 3 there are rows shorter than the filter,
+# some of one token and some of none.
+RUNS = [
+    (0, 9),
+    (4, 9),
+    (7, 9),
+    (8, 9),
+    (9, 9),
+    (0, 5),
+    (0, 2),
+    (0, 1),
+    (0, 0),
+    (1, 9),
+    (3, 8),
+    (4, 6),
+    (5, 6),
+]
+
+
+@pytest.mark.parametrize("cached, implementation", [(False, "recurrent"), (True, "chunked")])
+def test_padding(cached, implementation):
+    layer = make(implementation=implementation)
+    N = len(RUNS)
+    x = inputs(N, 9, D)
+    mask = np.zeros((N, 9), bool)
+    for row, (begin, end) in enumerate(RUNS):
+        mask[row, begin:end] = True
+    x[~mask] = np.nan  # padding may hold anything
+    cache = random_cache(layer, N) if cached else layer.init_cache(N)
+    y, new = call(layer, x, mask=mask, cache=cache if cached else None)
+    assert np.all(np.asarray(y)[~mask] == 0)
+    for row, (begin, end) in enumerate(RUNS):
+        got = row_of((y[:, begin:end], new), row)
+        assert_row(layer, x[row, begin:end], row_of(cache, row), *got, f"row {row}")
+
+
+def test_steps_after_right_padding(layer):
+    """Prefill of unequal prompts, then steps with one row finished: all as if each row had run alone."""
+    x, more = inputs(3, 6, D), inputs(3, 3, D, seed=5)
+    lengths = [6, 4, 1]
+    mask = np.arange(6) < np.array(lengths)[:, None]
+    _, cache = call(layer, x, mask=mask)
+    ys = []
+    for t in range(3):
+        live = np.array([[True], [t < 2], [True]])
+        y, cache = call(layer, more[:, t : t + 1], cache=cache, mask=live)
+        ys.append(y)
+    y = np.concatenate(ys, axis=1)
+    for row, n in enumerate(lengths):
+        steps = 2 if row == 1 else 3
+        alone = np.concatenate([x[row, :n], more[row, :steps]])
+        want, conv, state = layer_oracle(layer, alone, row_of(layer.init_cache(3), row))
+        assert_close(want[n:], y[row, :steps], F32, f"row {row} y")
+        assert_close(conv, cache.conv[row], F32, f"row {row} conv")
+        assert_close(state, cache.state[row], F32, f"row {row} state")
+    assert np.all(np.asarray(y[1, 2]) == 0)
+
+
+def test_cu_seqlens_equals_separate():
+    layer = make(implementation="chunked")
+    lengths = [5, 0, 1, 2, 70, 0]
+    cu = np.cumsum([0, *lengths])
+    x = inputs(1, cu[-1] + 2, D)
+    x[:, cu[-1] :] = np.nan
+    cache = random_cache(layer, len(lengths))
+    y, new = call(layer, x, cu_seqlens=cu.astype(np.int32), cache=cache)
+    assert np.all(np.asarray(y[:, cu[-1] :]) == 0)
+    for n, length in enumerate(lengths):
+        s = slice(cu[n], cu[n + 1])
+        past, got = row_of(cache, n), row_of(new, n)
+        if length == 0:
+            np.testing.assert_array_equal(past.state, got.state)
+            np.testing.assert_array_equal(past.conv, got.conv)
+        assert_row(layer, x[0, s], past, y[0, s], got, f"sequence {n}")
+
+
+@pytest.mark.parametrize("padded, implementation", [(False, "recurrent"), (True, "chunked")])
+def test_segment_ids_equal_separate(padded, implementation):
+    """With padding on both sides the first segment still takes the cache and the last one still leaves it."""
+    layer = make(implementation=implementation)
+    ids = np.array([[1, 1, 4, 4, 4, 4, 4, 1, 1, 2, 2, 2], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 3]], np.int32)
+    x = inputs(2, 12, D)
+    cache = random_cache(layer, 2)
+    begin, end = (1, 11) if padded else (0, 12)
+    mask = np.broadcast_to((np.arange(12) >= begin) & (np.arange(12) < end), (2, 12))
+    y, new = call(layer, x, segment_ids=ids, cache=cache, mask=mask if padded else None)
+    for row in range(2):
+        cuts = [begin, *(np.flatnonzero(np.diff(ids[row, begin:end])) + 1 + begin), end]
+        past, zero = row_of(cache, row), row_of(layer.init_cache(2), row)
+        for start, stop in itertools.pairwise(cuts):
+            want, *last = layer_oracle(layer, x[row, start:stop], past)
+            assert_close(want, y[row, start:stop], F32, f"row {row} from {start}")
+            past = zero
+        assert_close(last[0], new.conv[row], F32, "conv")
+        assert_close(last[1], new.state[row], F32, "state")
+
+
+@pytest.mark.slow
+def test_gradients():
+    """Every parameter gets one, padding gets none, and a cut in two pieces has the gradients of one pass."""
+    layer = make(implementation="recurrent")  # the gradients of the rule are not the matter here
+    x = jnp.asarray(inputs(2, 8, D)).at[0, :2].set(jnp.nan)
+    dy = jnp.asarray(inputs(2, 8, D, seed=3))
+    mask = jnp.ones((2, 8), bool).at[0, :2].set(False)
+    graphdef, params = nnx.split(layer)
+
+    def loss(params, x, cut):
+        layer, cache, total = nnx.merge(graphdef, params), None, 0.0
+        for s in (slice(0, cut), slice(cut, 8)):
+            y, cache = layer(x[:, s], cache=cache, mask=mask[:, s], return_cache=True)
+            total = total + jnp.vdot(y, dy[:, s])
+        return total
+
+    def whole(params, x):
+        y, _ = nnx.merge(graphdef, params)(x, mask=mask)
+        return jnp.vdot(y, dy)
+
+    pieces = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, x, 3)
+    once = jax.jit(jax.grad(whole, argnums=(0, 1)))(params, x)
+    paths = jax.tree_util.tree_flatten_with_path(once)[0]
+    assert len(paths) == 7 + 4 + 1
+    for (path, want), got in zip(paths, jax.tree.leaves(pieces), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert np.isfinite(want).all() and np.abs(want).max() > 0, name
+        assert_close(want, got, F32_GRAD, name)
+    assert np.all(np.asarray(once[1][0, :2]) == 0)
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    layer = make(dtype=jnp.bfloat16, implementation="chunked")
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    x = inputs(1, 8, D)
+    want = layer_oracle(layer, x[0], row_of(layer.init_cache(1), 0))
+    y, cache = call(layer, x)
+    assert y.dtype == cache.conv.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32
+    assert_close(want[0], y[0].astype(np.float32), BF16, "y")
+    assert_close(want[2], cache.state[0], BF16, "state")
+    steps, ys = layer.init_cache(1), []
+    assert steps.conv.dtype == cache.conv.dtype and steps.state.dtype == cache.state.dtype
+    for t in range(8):
+        token, steps = call(layer, x[:, t : t + 1], cache=steps)
+        ys.append(token[0].astype(np.float32))
+    assert_close(want[0], np.concatenate(ys), BF16, "y of steps")
+    half = make(param_dtype=jnp.bfloat16)
+    assert half.A_log.dtype == half.dt_bias.dtype == jnp.float32
+    assert half.q_proj.kernel.dtype == half.conv_weight.dtype == jnp.bfloat16
+
+
+def test_a_cache_of_another_type(layer):
+    cache = tuple(layer.init_cache(1))
+    with pytest.raises(ValueError, match="cache: expected a RecurrentCache, got tuple"):
+        layer._check_call(jnp.ones((1, 1, layer.hidden_size)), cache, None, None, None, False)
+
+
+def test_a_cache_keeps_its_dtype(layer):
+    """A cache in bfloat16, the state too, comes back in bfloat16: a loop may carry it."""
+    past = jax.tree.map(lambda c: jnp.asarray(c, jnp.bfloat16), random_cache(layer, 2))
+    x = inputs(2, 3, D)
+    for length in (1, 3):
+        new = jax.eval_shape(lambda x, past: layer(x, cache=past)[1], x[:, :length], past)
+        assert new.state.dtype == new.conv.dtype == jnp.bfloat16, length
+
+
+def test_no_cache_unless_asked(layer):
+    x = jnp.asarray(inputs(1, 3, D))
+    cache = layer.init_cache(1)
+    for options, kept in (({}, False), ({"return_cache": True}, True), ({"cache": cache}, True)):
+        new = jax.eval_shape(lambda x, options=options: layer(x, **options)[1], x)
+        assert (new is not None) == kept
+        if kept:  # and of the same shapes and dtypes as the empty one
+            assert jax.eval_shape(lambda: cache) == new

@@ -1,0 +1,422 @@
+"""The house rules that a program can check: who imports whom, and what an import does."""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from faults.faults import FAULTS
+
+import gdn_jax
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("gdn_jax", "pallas_kernels")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+KERNEL_PARTS = ("pallas_kernels.device", "pallas_kernels.work", "pallas_kernels.chunks")
+KERNELS = (
+    "pallas_kernels.forward",
+    "pallas_kernels.backward",
+    "pallas_kernels.layer",
+    "pallas_kernels.decode",
+    "pallas_kernels.token",
+    "pallas_kernels.ampere",
+)
+# Each room, a file or a folder, with the rooms that it may import, from the leaves up. Names are inside gdn_jax, and
+# "gdn_jax" itself stands for the public names.
+ROOMS: dict[str, set[str]] = {
+    "shapes": set(),
+    "gates": {"shapes"},
+    "packing": {"shapes"},
+    "segments": {"shapes"},
+    "partitioning": {"shapes"},
+    "conv": {"shapes", "partitioning"},
+    "reference": {"shapes"},
+    "attention": set(),
+    "chunks": {"shapes", "packing"},
+    "chunked": {"shapes", "packing", "chunks"},
+    "pallas_kernels": set(),
+    "pallas_kernels.device": set(),
+    "pallas_kernels.work": {"shapes", "pallas_kernels.device"},
+    "pallas_kernels.chunks": {"pallas_kernels.device", "pallas_kernels.work"},
+    "pallas_kernels.forward": {"shapes", *KERNEL_PARTS},
+    "pallas_kernels.backward": {"shapes", *KERNEL_PARTS},
+    "pallas_kernels.ampere": {"shapes", *KERNEL_PARTS, "pallas_kernels.backward"},
+    "pallas_kernels.layer": {"shapes", "pallas_kernels.device"},
+    "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
+    "pallas_kernels.token": {
+        "shapes",
+        "pallas_kernels.device",
+        "pallas_kernels.work",
+        "pallas_kernels.decode",
+        "pallas_kernels.layer",
+    },
+    "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
+    "products": {"shapes", "partitioning", "pallas_kernels.device", "pallas_kernels.layer"},
+    "kernel_sets": {
+        "shapes",
+        "gates",
+        "partitioning",
+        "chunks",
+        "pallas_kernels.device",
+        "pallas_kernels.work",
+        *KERNELS,
+    },
+    "mosaic": {
+        "shapes",
+        "gates",
+        "partitioning",
+        "kernel_sets",
+        "pallas_kernels.forward",
+        "pallas_kernels.backward",
+    },
+    "xla": {"shapes", "gates", "segments", "reference", "chunked"},
+    "ops": {"shapes", "partitioning", "mosaic", "xla"},
+    "family": {
+        "shapes",
+        "gates",
+        "packing",
+        "segments",
+        "partitioning",
+        "reference",
+        "chunks",
+        "kernel_sets",
+        "xla",
+        "ops",
+        "pallas_kernels.device",
+        "pallas_kernels.backward",
+        "pallas_kernels.forward",
+    },
+    "fused": {
+        "shapes",
+        "products",
+        "gates",
+        "partitioning",
+        "conv",
+        "reference",
+        "family",
+        "pallas_kernels.device",
+        "pallas_kernels.layer",
+        "pallas_kernels.decode",
+        "pallas_kernels.token",
+    },
+    "losses": {"shapes", "partitioning", "fused", "pallas_kernels.layer"},
+    "parallel": {
+        "shapes",
+        "products",
+        "gates",
+        "losses",
+        "partitioning",
+        "conv",
+        "fused",
+        "xla",
+        "ops",
+        "family",
+        *KERNELS,
+    },
+    "gdn_jax": {"gates", "conv", "chunks", "ops", "family"},
+    "serving": {
+        "shapes",
+        "gates",
+        "family",
+        "packing",
+        "partitioning",
+        "conv",
+        "reference",
+        "ops",
+        "pallas_kernels.device",
+        "pallas_kernels.work",
+        "pallas_kernels.forward",
+        "pallas_kernels.decode",
+    },
+    "adapters": {"shapes", "gdn_jax", "parallel", "serving"},
+    "blocks": {"shapes", "products", "fused", "parallel"},
+    "small_layer": {"shapes", "gates", "ops"},
+    "rules": {"shapes", "gates", "packing", "segments", "attention", "chunks", "fused", "ops", "parallel"},
+    "analysis": {"shapes", "gates", "reference", "chunks", "rules"},
+    "plots": {"analysis"},
+    "layers": {
+        "shapes",
+        "products",
+        "gates",
+        "conv",
+        "fused",
+        "ops",
+        "parallel",
+        "family",
+        "rules",
+        "blocks",
+    },
+    "models": {
+        "shapes",
+        "products",
+        "gates",
+        "attention",
+        "chunks",
+        "mosaic",
+        "fused",
+        "ops",
+        "parallel",
+        "serving",
+        "rules",
+        "blocks",
+        "layers",
+    },
+    "commands": set(),
+    "hf": {"layers", "models", "commands"},
+    "checks": {"gdn_jax", "commands"},
+    "tasks": {"models", "hf", "commands"},
+    "training": {
+        "plots",
+        "shapes",
+        "products",
+        "fused",
+        "gdn_jax",
+        "parallel",
+        "blocks",
+        "layers",
+        "models",
+        "hf",
+        "commands",
+        "tasks",
+    },
+    "sweeps": {"plots", "gdn_jax", "models", "commands", "tasks", "training"},
+    "inspect": {"analysis", "gates", "models", "hf", "commands", "tasks", "training", "parallel"},
+    "bench": {
+        "gdn_jax",
+        "shapes",
+        "rules",
+        "serving",
+        "parallel",
+        "fused",
+        "losses",
+        "models",
+        "plots",
+        "commands",
+        "checks",
+        "tasks",
+        "training",
+        *KERNELS,
+    },
+    "cli": {"commands", "checks", "tasks", "training", "sweeps", "inspect", "bench"},
+}
+STANDARD = {*sys.stdlib_module_names}
+# Packages from outside: those that every room may import, and what some may import beside them.
+EVERYWHERE = {"jax", "numpy", "jaxtyping"}
+OUTSIDE: dict[str, set[str]] = {
+    "pallas_kernels.device": {
+        "jaxlib.mlir",
+        "jaxlib.mlir.dialects",
+    },  # dialects that jax.extend.mlir lacks (llvm)
+    "pallas_kernels.tools": {"jaxlib.mlir"},
+    "parallel": {"optax"},
+    "plots": {"matplotlib"},
+    "blocks": {"flax"},
+    "small_layer": {"flax"},
+    "layers": {"flax"},
+    "models": {"flax"},
+    "hf": {"flax", "tokenizers"},
+    "commands": {"rich", "tyro"},
+    "checks": {"ml_dtypes", "rich"},
+    "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
+    "sweeps": {"flax", "matplotlib", "rich", "scipy"},
+    "tasks": {"flax"},
+    "inspect": {"flax", "rich"},
+    "bench": {"flax", "matplotlib", "ml_dtypes", "rich", "tyro"},
+    "cli": {"gdn_command", "rich"},
+}
+CALLERS = ("kernel_sets", "mosaic", "products", "fused", "losses", "family", "parallel", "serving")
+"""Rooms that call kernels."""
+DERIVATIVES = {"mosaic", "fused", "losses", "family", "parallel", "products"}
+"""Rooms with derivatives of their own: over kernels, what is sent between devices, and products in 8 bits."""
+# Imported inside functions only: kernels inside the call; what is behind an extra, or slow, where it is needed.
+INSIDE_FUNCTIONS = {
+    *((name, part) for name in CALLERS for part in (*KERNEL_PARTS, *KERNELS)),
+    ("plots", "matplotlib"),
+    ("commands", "tyro"),
+    ("hf", "tokenizers"),
+    *(("cli", name) for name in ("checks", "tasks", "training", "sweeps")),
+    *(("cli", name) for name in ("inspect", "bench", "rich")),
+}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module):
+    """The room a module belongs to, the innermost of nested ones; "gdn_jax" only for the package itself."""
+    if module in ("gdn_jax", "pallas_kernels"):
+        return module
+    parts = module.removeprefix("gdn_jax.").split(".")
+    names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next((name for name in names if name in ROOMS), None)
+
+
+def imports(path):
+    """(imported module, line, inside a function) of every import statement."""
+    tree = ast.parse(path.read_text(), str(path))
+    inside = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside |= {id(child) for child in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno, id(node) in inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import, say the full name"
+            found = node.module or ""
+            for alias in node.names:
+                whole = f"{found}.{alias.name}"
+                yield (whole if room(whole) else found), node.lineno, id(node) in inside
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows(path):
+    """Every import of a file is one that ROOMS or OUTSIDE allows its room."""
+    module = module_name(path)
+    mine = room(module)
+    assert mine is not None, f"{module} has no room: enter it in ROOMS"
+    for imported, line, in_function in imports(path):
+        where = f"{path.relative_to(ROOT)}:{line}: {module} imports {imported}"
+        top = imported.split(".")[0]
+        if top in PACKAGES:
+            other = room(imported)
+            assert other is not None, f"{where}: import the module that defines the name"
+            assert other == mine or other in ROOMS[mine], where
+        else:
+            other = top
+            assert {top, imported} & (STANDARD | EVERYWHERE | OUTSIDE.get(mine, set())), where
+        assert in_function or (mine, other) not in INSIDE_FUNCTIONS, f"{where}: import it inside a function"
+
+
+def test_rooms():
+    """Rooms exist, and are entered in an order in which every arrow points back."""
+    rooms = {room(module_name(path)) for path in FILES}
+    entered = set()
+    for name, below in ROOMS.items():
+        assert name in rooms, f"ROOMS: {name} has no file"
+        assert below <= entered, f"ROOMS: {name} comes before {below - entered}"
+        entered.add(name)
+    assert OUTSIDE.keys() <= ROOMS.keys() and {name for name, _ in INSIDE_FUNCTIONS} <= ROOMS.keys()
+
+
+def test_who_calls_kernels_and_who_owns_a_derivative():
+    """Kernels are called from CALLERS, inside functions (INSIDE_FUNCTIONS), and timed by `bench`. The kernels
+    themselves have no derivative; those over them are in DERIVATIVES."""
+    below = {name: rooms for name, rooms in ROOMS.items() if not name.startswith("pallas_kernels")}
+    callers = {name for name, rooms in below.items() if any(x.startswith("pallas_kernels.") for x in rooms)}
+    assert callers == {*CALLERS, "bench"}
+    owners = {room(module_name(path)) for path in FILES if "jax.custom_vjp" in path.read_text()}
+    assert owners == DERIVATIVES
+
+
+def test_folders_hold_no_names():
+    """Names come from the file that defines them: the __init__.py of a folder is its docstring, but for the six
+    rooms whose names users import."""
+    exporting = [
+        ROOT / "gdn_jax",
+        *(ROOT / "gdn_jax" / name for name in ("rules", "layers", "models", "hf", "serving")),
+    ]
+    for path in FILES:
+        if path.name == "__init__.py" and path.parent not in exporting:
+            assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_habits(path):
+    """No private part of JAX, no swallowed import, no global configuration, no hidden repair of values."""
+    tree = ast.parse(path.read_text(), str(path))
+    for imported, line, _ in imports(path):
+        assert "._src" not in imported, f"{path.name}:{line}: jax._src is private"
+    for node in ast.walk(tree):
+        where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("_src", "nan_to_num"), f"{where}: {node.attr}"
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            names = {getattr(n, "id", "") for n in ast.walk(node.type)}
+            assert not names & {"ImportError", "ModuleNotFoundError"}, f"{where}: silent fallback"
+    assert "jax.config.update" not in path.read_text(), f"{path.name} changes jax.config"
+
+
+LONGEST_FILE, LONGEST_BODY = 450, 120
+POOLS = ("ring.py", "ring_arrays.py")
+"""Files of the two kinds of pools, which may ask which of them an array belongs to."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes_and_speech(path):
+    """A file has one job and a function fits a screen or two; a docstring's first sentence has a subject of its own;
+    nobody outside the pools asks which kind of pool he holds."""
+    text = path.read_text()
+    assert text.count("\n") <= LONGEST_FILE, f"{path.name}: {text.count(chr(10))} lines"
+    fragment = re.search(r'"""(Of|That|Those|As|What) .*', text)
+    assert fragment is None, f"{path.name}: no sentence with a subject: {fragment.group(0)}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = [x for x in node.body if not isinstance(getattr(x, "value", None), ast.Constant)]
+            lines = node.end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= LONGEST_BODY, f"{path.name}: {node.name} has a body of {lines} lines"
+    if path.name not in POOLS:
+        assert not re.search(r"isinstance\([^)]*RingPool", text), f"{path.name} asks for the kind of a pool"
+
+
+def test_leaf():
+    assert not [m for m, *_ in imports(ROOT / "gdn_jax" / "shapes.py") if m.split(".")[0] in PACKAGES]
+
+
+def test_public_names():
+    """gdn_jax/__init__.py re-exports, and nothing else; every public function is documented."""
+    tree = ast.parse((ROOT / "gdn_jax" / "__init__.py").read_text())
+    exported = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            exported += [alias.asname or alias.name for alias in node.names]
+        else:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            names = isinstance(node, ast.Assign) and node.targets[0].id in ("__all__", "__version__")
+            assert docstring or names, ast.unparse(node)
+    assert sorted(exported) == sorted(gdn_jax.__all__)
+    assert not [name for name in gdn_jax.__all__ if name.startswith("_")]
+    assert not [name for name in gdn_jax.__all__ if not getattr(gdn_jax, name).__doc__]
+
+
+def test_importing_asks_no_device_and_changes_no_configuration():
+    """In a fresh process whose only platform does not exist: any look for a device would raise."""
+    program = """
+import jax
+before = dict(jax.config.values)
+import gdn_jax, pallas_kernels
+after = dict(jax.config.values)
+changed = {k for k in after if k in before and before[k] != after[k]}
+assert not changed, changed
+try:
+    jax.devices()
+except RuntimeError:
+    print("imported")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "imported", done.stderr
+
+
+def test_each_fault_has_a_place_and_a_test():
+    """What `tests/faults/run.py` would say after minutes."""
+    places = [
+        *FILES,
+        ROOT / "README.md",
+        ROOT / "docs" / "accuracy.md",
+        *(ROOT / "notebooks").glob("*.ipynb"),
+        *(ROOT / "results" / "pages").glob("*.py"),
+    ]
+    source = "\n".join(path.read_text() for path in places)
+    for fault in FAULTS:
+        assert source.count(fault.find) == 1, fault.name
+        file, _, test = fault.test.partition("::")
+        assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text(), fault.name
