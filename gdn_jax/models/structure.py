@@ -74,7 +74,7 @@ class _Kept:
         )
 
     def arrays(self) -> list[Any]:
-        """What the model's variables hold now."""
+        """Reads what the model's variables hold now."""
         return [variable.get_raw_value() for variable, _ in self._variables]
 
 
