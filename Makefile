@@ -35,7 +35,7 @@ gpu-test: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test.done)
 
 # Whether the tests notice the faults listed in tests/faults/, put into a copy one by one: twenty minutes.
 faults: $(VENV)/test.done
-	$(BIN)/python tests/faults/run.py
+	$(BIN)/python tests/faults/run.py --jobs $(JOBS)
 
 # Random legal calls against the oracle and random illegal ones; FUZZ="--seed 3 --legal 100" for another campaign.
 fuzz: $(VENV)/test.done

@@ -1,18 +1,22 @@
-"""Puts faults into a copy of the project, one at a time, and runs the test that must notice each.
+"""Puts faults into copies of the project, one at a time in each, and runs the test that must notice each.
 
-    python tests/faults/run.py [PART OF A NAME ...]
+    python tests/faults/run.py [PART OF A NAME ...] [--jobs 2]
 
 Prints what became of every fault and exits with 1 if one survives, if its text is no longer found, or if its test
 fails without it. The working tree is not touched.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -101,18 +105,35 @@ def verdict(copy: Path, fault: Fault) -> Verdict:
     return Verdict(False, f"{fault.test} passes") if code == PASSED else Verdict(code == FAILED, text)
 
 
-def main(parts: list[str]) -> int:
+def main(parts: list[str], jobs: int) -> int:
     chosen = [fault for fault in FAULTS if not parts or any(part in fault.name for part in parts)]
     if not chosen:
         print(f"expected parts of names of faults, got {' '.join(parts)}")
         return 1
-    with tempfile.TemporaryDirectory() as folder:
-        copy = copy_of_the_project(Path(folder))
-        without = tests_that_fail(copy, list(dict.fromkeys(fault.test for fault in chosen)))
+    tests = list(dict.fromkeys(fault.test for fault in chosen))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()  # those that nobody uses
+        for job in range(jobs):
+            copies.put(copy_of_the_project(Path(folder, str(job))))
+
+        def in_a_copy(work: Callable[[Path], Any]) -> Any:
+            copy = copies.get()
+            try:
+                return work(copy)
+            finally:
+                copies.put(copy)
+
+        shares = [share for job in range(jobs) if (share := tests[job::jobs])]
+        alone = pool.map(lambda share: in_a_copy(lambda copy: tests_that_fail(copy, share)), shares)
+        without = {test: text for found in alone for test, text in found.items()}
+
+        def judge(fault: Fault) -> Verdict:
+            if fault.test in without:
+                return Verdict(False, f"without it: {without[fault.test]}")
+            return in_a_copy(lambda copy: verdict(copy, fault))
+
         survivors = 0
-        for fault in chosen:
-            broken = without.get(fault.test)
-            caught, text = verdict(copy, fault) if broken is None else Verdict(False, f"without it: {broken}")
+        for fault, (caught, text) in zip(chosen, pool.map(judge, chosen), strict=True):
             survivors += not caught
             print(f"{'caught  ' if caught else 'SURVIVED'}  {fault.name}\n          {text}", flush=True)
     print(f"{len(chosen)} faults, {survivors} survived")
@@ -120,4 +141,8 @@ def main(parts: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="parts of names of faults; without any: all of them")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in a copy of its own")
+    options = parser.parse_args()
+    sys.exit(main(options.parts, options.jobs))
