@@ -49,7 +49,8 @@ def _oracle(q, k, v, g, beta, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         options["cu_seqlens"] = options["cu_seqlens"].astype(np.int64)
     if states is None:
         cu = options.get("cu_seqlens")
-        states = np.zeros((len(q) if cu is None else len(cu) - 1, v.shape[2], q.shape[3], v.shape[3]))
+        widths = (q.shape[3], v.shape[3])[:: -1 if options.get("state_layout") == "vk" else 1]
+        states = np.zeros((len(q) if cu is None else len(cu) - 1, v.shape[2], *widths))
     found = family_oracle.evaluate(
         q, k, v, g, beta, **options, do=np.zeros(v.shape), dh_T=np.zeros_like(states)
     )
