@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_calls import arrays, call, close, normal, sigmoid, softplus, states_close
+from adapter_calls import call, close, normal, sigmoid, softplus, states_close
 from jax.sharding import PartitionSpec as P
 
 from gdn_jax.adapters import fla, maxtext, skyrl, tokamax
@@ -19,6 +19,13 @@ from gdn_jax.checks import family_oracle, oracle
 from pallas_kernels.device import launch
 
 B, T, H, HV, K, V = 2, 11, 1, 2, 4, 3
+
+
+def compiled(function, *arguments, **options):
+    """`call` in one program, with NumPy's arrays as its arguments and as its results."""
+    given = {name: y for name, y in options.items() if isinstance(y, np.ndarray)}
+    static = {name: y for name, y in options.items() if name not in given}
+    return jax.device_get(jax.jit(lambda args, given: function(*args, **given, **static))(arguments, given))
 
 
 def packed(x):
@@ -86,19 +93,20 @@ def test_fla_chunks():
     expected = oracle.forward(
         *tokens, packed(G), packed(2 * BETA), **options, use_qk_l2norm=True, state_layout="vk"
     )
-    o, final = fla.chunk_gated_delta_rule(
-        *arrays((*tokens, packed(A), packed(RAW_BETA))),
+    o, final = compiled(
+        partial(fla.chunk_gated_delta_rule, cu_seqlens=jax.device_put(lengths), cu_seqlens_cpu=lengths),
+        *(*tokens, packed(A), packed(RAW_BETA)),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
         allow_neg_eigval=True,
         state_v_first=True,
-        cu_seqlens_cpu=lengths,
         use_gate_in_kernel=True,
-        A_log=jnp.asarray(A_LOG),
-        dt_bias=jnp.asarray(DT_BIAS),
+        A_log=A_LOG,
+        dt_bias=DT_BIAS,
         chunk_size=16,
-        **arrays(options),
+        scale=0.3,
+        initial_state=states,
     )
     close("o", expected[0], o)
     states_close(expected[1], final)
@@ -115,13 +123,16 @@ def test_fla_token_by_token():
         options = dict(initial_state=STATES, output_final_state=True, use_beta_sigmoid_in_kernel=True)
         return call(fla.fused_recurrent_gated_delta_rule, q, KEYS, VALUES, G, gk, beta=raw_beta, **options)
 
-    (o, final), vjp = jax.vjp(rule, *arrays((Q, RAW_BETA)))
-    dq, draw = vjp(arrays((DO, DH)))
+    def with_gradients(q, raw_beta, cotangents):
+        results, vjp = jax.vjp(rule, q, raw_beta)
+        return results, vjp(cotangents)
+
+    (o, final), (dq, draw) = compiled(with_gradients, Q, RAW_BETA, (DO, DH))
     close("o", expected["o"], o)
     states_close(expected["final_state"], final)
     close("dq", expected["dq"], dq)
     close("dbeta", expected["dbeta"] * BETA * (1 - BETA), draw)
-    o, nothing = call(fla.fused_recurrent_gated_delta_rule, Q, KEYS, VALUES)
+    o, nothing = compiled(fla.fused_recurrent_gated_delta_rule, Q, KEYS, VALUES)
     close("o", oracle.forward(Q, KEYS, VALUES)[0], o)
     assert nothing is None
 
@@ -134,16 +145,19 @@ def test_maxtext():
         call, maxtext.jax_chunk_gated_delta_rule, Q, KEYS, VALUES, G, BETA, use_qk_norm_in_gdn=True
     )
     expected = oracle.forward(Q, KEYS, VALUES, G, BETA, use_qk_l2norm=True, initial_state=STATES)
-    o, final = rule(chunk_size=16, initial_state=STATES, compute_dtype=jnp.float32)
+    o, final = compiled(
+        maxtext.jax_chunk_gated_delta_rule, Q, KEYS, VALUES, G, BETA, initial_state=STATES,
+        use_qk_norm_in_gdn=True, chunk_size=16, compute_dtype=jnp.float32,
+    )  # fmt: skip
     close("o", expected[0], o)
     states_close(expected[1], final)
     o, nothing = jax.eval_shape(rule)
     assert (o.dtype, nothing) == (jnp.float32, None)
-    o, final = jax.eval_shape(partial(rule, initial_state=jnp.zeros(STATES.shape, jnp.bfloat16)))
+    o, final = jax.eval_shape(partial(rule, initial_state=STATES.astype(jnp.bfloat16)))
     assert (o.dtype, final.dtype) == (jnp.float32, jnp.bfloat16)
 
     token = [x[:, :1] for x in (Q, KEYS, VALUES, G, BETA)]
-    o, state = call(maxtext.jax_ar_gated_delta_rule, *token, STATES, compute_dtype=jnp.float32)
+    o, state = compiled(maxtext.jax_ar_gated_delta_rule, *token, STATES, compute_dtype=jnp.float32)
     expected = oracle.forward(*token, initial_state=STATES)
     close("o", expected[0], o)
     states_close(expected[1], state)
@@ -191,8 +205,8 @@ def test_skyrl():
     tokens = [
         np.where(mask.reshape(B, T, *(1,) * (x.ndim - 2)), x, np.nan) for x in (Q, KEYS, VALUES, G, BETA)
     ]
-    rule = partial(call, skyrl.chunk_gated_delta_rule, *tokens, chunk_size=16)
-    o, final = rule(initial_state=STATES, attention_mask=mask)
+    options = dict(chunk_size=16, initial_state=STATES, attention_mask=mask)
+    o, final = compiled(skyrl.chunk_gated_delta_rule, *tokens, **options)
     expected_o, expected_final = np.zeros(o.shape), np.zeros(final.shape)
     for b in range(B):
         row = [x[b : b + 1, mask[b] == 1] for x in (Q, KEYS, VALUES, G, BETA)]
@@ -219,7 +233,7 @@ def test_tokamax_sequences():
     ids = np.array([[1, 1, 0, 2, 2, 1, 3, 3, 0, 2, 9], [3, 3, 3, 3, 1, 1, 1, 0, 0, -1, 0]], np.int32)
     for x in (q, k, v, f, beta):
         x[:, (ids < 1) | (ids > N)] = np.nan  # padding may hold anything
-    o, final = call(
+    o, final = compiled(
         tokamax.kimi_delta_attention,
         q,
         k,
@@ -256,15 +270,15 @@ def test_tokamax_rows(no_type_checks):
     """Without sequences a row has state 0, and its other states stay as they are. NumPy's arrays do."""
     q, k, v = normal(1, B, T, K), normal(1, B, T, K) / 2, normal(1, B, T, V)
     g, beta, states = -np.abs(normal(1, B, T, K)), sigmoid(normal(1, B, T)), normal(B, 2, 1, K, V)
-    rule = partial(tokamax.kimi_delta_attention, q, k, v, g, beta, implementation="recurrent")
-    o, final = rule(initial_state=states, output_final_state=True)
+    rule = partial(tokamax.kimi_delta_attention, implementation="recurrent")
+    o, final = compiled(rule, q, k, v, g, beta, initial_state=states, output_final_state=True)
     tokens = (np.moveaxis(x, 0, 2) for x in (q, k, v, g, beta))
     zeros = dict(do=np.zeros((B, T, 1, V)), dh_T=np.zeros((B, 1, K, V)))
     expected = family_oracle.evaluate(*tokens, initial_state=states[:, 0], **zeros)
     close("o", expected["o"], np.moveaxis(np.asarray(o), 0, 2))
     states_close(expected["final_state"], final[:, 0])
     np.testing.assert_array_equal(final[:, 1], states[:, 1])
-    assert jax.eval_shape(rule)[1] is None
+    assert jax.eval_shape(lambda: rule(q, k, v, g, beta, initial_state=states))[1] is None
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])

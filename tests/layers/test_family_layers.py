@@ -7,6 +7,7 @@ import pytest
 from conv_oracle import conv_oracle
 from flax import nnx
 from harness import tiers
+from small_layers import drawn, empty_cache
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.blocks import weight_decay_mask
@@ -45,12 +46,12 @@ LAYERS = {
 
 
 def make(kind, **options):
-    layer = kind(D, **{**SIZES, "rngs": nnx.Rngs(0), **options})
+    layer = drawn(lambda rngs: kind(D, **{**SIZES, **options}, rngs=rngs))
     for i, bias in enumerate((layer.conv_bias, getattr(getattr(layer, "g_b_proj", None), "bias", None))):
         if bias is not None:
-            bias[...] = jnp.asarray(inputs(*bias.shape, seed=i))
+            bias[...] = jax.device_put(inputs(*bias.shape, seed=i))
     weight = 1 + 0.3 * inputs(layer.head_v_dim)
-    layer.o_norm.weight[...] = jnp.asarray(weight, layer.o_norm.weight.dtype)
+    layer.o_norm.weight[...] = jax.device_put(weight.astype(layer.o_norm.weight.dtype))
     return layer
 
 
@@ -60,7 +61,7 @@ def inputs(*shape, seed=1):
 
 def random_cache(layer, N, seed=2):
     """A cache as if tokens had come before: nothing in it is zero."""
-    return RecurrentCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(layer.init_cache(N))))
+    return RecurrentCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(empty_cache(layer, N))))
 
 
 @nnx.jit
@@ -179,7 +180,7 @@ def test_packed_and_padded(name):
     shifted = np.roll(x, 1, axis=1)
     first = jax.tree.map(lambda c: c[:1], past)
     y, last = call(layer, shifted, cache=first, segment_ids=ids, mask=mask)
-    empty = row_of(layer.init_cache(1), 0)
+    empty = row_of(empty_cache(layer, 1), 0)
     want = layer_oracle(layer, x[0, :3], row_of(past, 0))[0]
     assert_close(want, y[0, 1:4], F32, "first segment")
     assert_row(layer, x[0, 3:8], empty, y[0, 4:], row_of(last, 0), "second segment")
@@ -210,9 +211,9 @@ def test_equal_strengths_are_kimi_delta_attention():
     """Gated DeltaNet-2 whose erase and write are one number a head."""
     kda, gdn2 = make(KimiDeltaAttention), make(GatedDeltaNet2)
     nnx.update(gdn2, nnx.filter_state(nnx.state(kda, nnx.Param), lambda path, _: "b_proj" not in path))
-    b = kda.b_proj.kernel[...]
-    gdn2.b_proj.kernel[...] = jnp.repeat(b, gdn2.head_dim, axis=1)
-    gdn2.w_proj.kernel[...] = jnp.repeat(b, gdn2.head_v_dim, axis=1)
+    b = np.asarray(kda.b_proj.kernel[...])
+    gdn2.b_proj.kernel[...] = jax.device_put(np.repeat(b, gdn2.head_dim, axis=1))
+    gdn2.w_proj.kernel[...] = jax.device_put(np.repeat(b, gdn2.head_v_dim, axis=1))
     x = inputs(1, 9, D)
     assert_close(call(kda, x)[0], call(gdn2, x)[0], F32)
 
@@ -227,7 +228,7 @@ def test_bfloat16_and_parameters():
     x = inputs(1, 8, D)
     y, cache = call(layer, x)
     assert y.dtype == cache.conv.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32
-    want = layer_oracle(layer, x[0], row_of(layer.init_cache(1), 0))
+    want = layer_oracle(layer, x[0], row_of(empty_cache(layer, 1), 0))
     assert_close(want[0], y[0].astype(np.float32), 2e-2, "y")
     assert_close(want[2], cache.state[0], 2e-2, "state")
     inputs_of = jax.eval_shape(lambda x: layer.rule_inputs(x)[0], x)
@@ -242,9 +243,9 @@ def test_bfloat16_and_parameters():
 
 def test_starts():
     """Fresh weights: rates from 1 to 16 or none, time steps from 1e-3 to 0.1, strengths as they are set."""
-    size = dict(num_heads=32, head_dim=8, rngs=nnx.Rngs(0))
-    free = KimiDeltaAttention(8, **size)
-    bounded = GatedDeltaNet2(8, **size, gate="lower_bound", write_start=0.05)
+    size, bound = dict(num_heads=32, head_dim=8), dict(gate="lower_bound", write_start=0.05)
+    free = drawn(lambda rngs: KimiDeltaAttention(8, **size, rngs=rngs))
+    bounded = drawn(lambda rngs: GatedDeltaNet2(8, **size, **bound, rngs=rngs))
     rates, steps = np.exp(free.A_log[...]), np.log1p(np.exp(free.dt_bias[...]))
     assert 1 <= rates.min() < 3 and 14 < rates.max() <= 16
     assert free.dt_bias.shape == (32, 8) and 1e-3 <= steps.min() < 2e-3 and 0.08 < steps.max() <= 0.1001

@@ -84,7 +84,7 @@ def test_short_conv(packing, dtype, with_state, normalize):
 def test_last_inputs_are_the_final_state(segments, T):
     """Beside the kernels the state comes from `last_inputs`: bit for bit that of the convolution, for every width of
     filters, also in rows that are just as long as what the filter remembers."""
-    draw, ids = draws(T), jnp.asarray(IDS[:, -T:]) if segments else None
+    draw, ids = draws(T), jax.device_put(IDS[:, -T:]) if segments else None
     x, weights = draw(3, T, CHANNELS), [draw(CHANNELS, width) for width in (2, 3, W)]
     both = jax.jit(
         lambda x, ids: [
@@ -98,9 +98,9 @@ def test_last_inputs_are_the_final_state(segments, T):
 
 def test_split_of_channels():
     """q, then k, then v, each head's channels together."""
-    y = jnp.arange(2.0 * 5 * CHANNELS).reshape(2, 5, CHANNELS)
-    q, k, v = split_normalized(y, HEADS, WIDTH, False)
-    together = [np.asarray(x).reshape(2, 5, -1) for x in (q, k, v)]
+    y = np.arange(2.0 * 5 * CHANNELS, dtype=np.float32).reshape(2, 5, CHANNELS)
+    q, k, v = jax.device_get(jax.jit(lambda y: split_normalized(y, HEADS, WIDTH, False))(y))
+    together = [x.reshape(2, 5, -1) for x in (q, k, v)]
     np.testing.assert_array_equal(np.concatenate(together, axis=-1), y)
     assert float(k[0, 0, 1, 0]) == (HEADS + 1) * WIDTH
 
@@ -157,13 +157,16 @@ def test_gated_norm(dtype, activation):
 
 def test_gates_among_other_channels():
     draw = draws(8)
-    o, gate, weight = draw(2, 3, 8), draw(2, 4, 8), draw(8)
+    o, gate, weight, before = draw(2, 3, 8), draw(2, 4, 8), draw(8), draw(2, 5)
     with pytest.raises(ValueError, match=r"^gate: expected the shape of o, \(2, 3, 8\), got \(2, 4, 8\)$"):
         norms.gated_norm(o, gate, weight)
-    got = norms.gated_norm_of_channels(
-        o, jnp.concatenate([draw(2, 5), gate[:, 1:].reshape(2, 24)], 1), weight
-    )
-    np.testing.assert_array_equal(got, norms.gated_norm(o, gate[:, 1:], weight))
+
+    @jax.jit
+    def both(o, gate, weight, before):
+        channels = jnp.concatenate([before, gate[:, 1:].reshape(2, 24)], 1)
+        return norms.gated_norm_of_channels(o, channels, weight), norms.gated_norm(o, gate[:, 1:], weight)
+
+    np.testing.assert_array_equal(*both(o, gate, weight, before))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,7 +174,7 @@ def test_gated_norm_with_its_projection(dtype):
     draw = draws(7)
     tokens = (2, 9) if dtype == "float32" else (18,)  # as for test_swiglu
     o, gate = (draw(*tokens, 3, 24, dtype=dtype) for _ in range(2))
-    weight, kernel = draw(24), draw(72, 10, dtype=dtype).astype(jnp.float32)
+    weight, kernel = draw(24), widened(draw(72, 10, dtype=dtype))
     dresult = draw(*tokens, 10, dtype=dtype)
     result, gradients = value_and_vjp(norms.gated_norm, dresult, o, gate, weight, kernel)
     close(fused_oracle.gated_projection(o, gate, weight, kernel), result, "result", 2)
@@ -187,7 +190,7 @@ def test_swiglu(dtype):
     tokens = (2, 9) if dtype == "float32" else (18,)
     x, dy = draw(*tokens, 12, dtype=dtype), draw(*tokens, 24, dtype=dtype)
     shapes = (12, 40), (12, 40), (40, 24)  # in float32 hold the numbers that the products use
-    weights = [draw(*shape, dtype=dtype, scale=shape[0] ** -0.5).astype(jnp.float32) for shape in shapes]
+    weights = [widened(draw(*shape, dtype=dtype, scale=shape[0] ** -0.5)) for shape in shapes]
     y, gradients = value_and_vjp(swiglu.swiglu, dy, x, *weights)
     expected = fused_oracle.swiglu(x, *weights, dy)
     for name, a, b in zip(SWIGLU_NAMES, expected, (y, *gradients), strict=True):
@@ -198,9 +201,18 @@ def test_the_product_of_the_branches_is_rounded_once():
     """From bfloat16 branches bit for bit what float32 gives, rounded at the end."""
     draw = draws(5)
     gate, up = (draw(50, 8, dtype="bfloat16") for _ in range(2))
-    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
-    expected = (gate32 / (1 + jnp.exp(-gate32)) * up32).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(jax.jit(swiglu.gated)(gate, up), expected)
+
+    @jax.jit
+    def expected(gate, up):
+        return gate / (1 + jnp.exp(-gate)) * up
+
+    wide = np.asarray(expected(widened(gate), widened(up)))
+    np.testing.assert_array_equal(jax.jit(swiglu.gated)(gate, up), wide.astype(jnp.bfloat16))
+
+
+def widened(x):
+    """The same numbers in float32."""
+    return jax.device_put(np.asarray(x).astype(np.float32))
 
 
 SIZE = 9
@@ -252,29 +264,30 @@ def test_a_named_kernel_that_cannot_run_is_told_of(monkeypatch):
     from pallas_kernels.device import launch
 
     monkeypatch.setattr(launch, "device_reason", lambda: None)
-    x, weight, many = jnp.ones((1, 9, 24)), jnp.ones(24), jnp.ones((300, 8))
+    ones = lambda *shape: jax.device_put(np.ones(shape, np.float32))  # noqa: E731
+    x, weight, many = ones(1, 9, 24), ones(24), ones(300, 8)
     calls = {
         "the short convolution runs in plain JAX .*: x is float32": lambda **o: short_conv(
-            x, jnp.ones((24, 4)), heads=1, width=8, **o
+            x, ones(24, 4), heads=1, width=8, **o
         ),
         "the short convolution runs in plain JAX .*: a bias": lambda **o: short_conv(
-            x, jnp.ones((24, 4)), weight, heads=1, width=8, **o
+            x, ones(24, 4), weight, heads=1, width=8, **o
         ),
         "the norm of the stream runs .*: rows of 24": lambda **o: norms.add_norm(x, None, weight, **o),
         "the gated norm runs .*: o is float32": lambda **o: norms.gated_norm(x, x, weight, **o),
         "the SwiGLU runs .*: x is float32": lambda **o: swiglu.swiglu(
-            many, jnp.ones((8, 16)), jnp.ones((8, 16)), jnp.ones((16, 8)), **o
+            many, ones(8, 16), ones(8, 16), ones(16, 8), **o
         ),
         "the embedding's gradient runs .*: rows of 24": lambda **o: embedding.embed(
-            jnp.ones((3, 24)), jnp.arange(3), **o
+            ones(3, 24), jax.device_put(np.arange(3)), **o
         ),
     }
     for text, call in calls.items():
         with pytest.warns(UserWarning, match=text):
-            call(implementation="mosaic_gpu")
+            jax.eval_shape(lambda call=call: call(implementation="mosaic_gpu"))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            call()
+            jax.eval_shape(call)
 
 
 @pytest.mark.filterwarnings("ignore:.*runs in plain JAX")

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from fused_harness import close, close_windows, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from small_layers import drawn
 
 from gdn_jax.blocks import group_projections
 from gdn_jax.fused import norms
@@ -27,7 +28,8 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 def token_layer(implementation=None, **options):
     """A small layer whose token the kernel of decoding takes, and a function from its input and cache."""
     sizes = dict(num_heads=2, num_v_heads=4, head_dim=32, expand_v=1.0, conv_bias=True)
-    layer = GatedDeltaNet(64, **sizes, **options, implementation=implementation, rngs=nnx.Rngs(0))
+    options |= dict(implementation=implementation)
+    layer = drawn(lambda rngs: GatedDeltaNet(64, **sizes, **options, rngs=rngs))
     graphdef, params = nnx.split(layer)
     return params, lambda params, x, cache: nnx.merge(graphdef, params)(x, cache=cache)
 
@@ -82,7 +84,8 @@ def test_token_of_a_layer(options, whole, monkeypatch):
 
 def grouped_layer():
     """The layer as generation has it: all projections of its input are one product, and its kernels' channels."""
-    graphdef, params = nnx.split(GatedDeltaNet(64, num_heads=2, head_dim=32, expand_v=1.0, rngs=nnx.Rngs(0)))
+    sizes = dict(num_heads=2, head_dim=32, expand_v=1.0)
+    graphdef, params = nnx.split(drawn(lambda rngs: GatedDeltaNet(64, **sizes, rngs=rngs)))
     layer = nnx.merge(graphdef, params)
     group_projections(layer, inference.GROUPS[0], layer.head_v_dim)
     return params, lambda params, *args: nnx.merge(graphdef, params)(*args[:1], cache=args[1]), layer
@@ -111,7 +114,7 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
     close(expected[1].state, after.state, "state")
     close_windows(expected[1].conv, after.conv)
     monkeypatch.setattr(fused_token, "_mix_by_kernels", fused_token._mix_token_plain)
-    dy = draws(3)(3, 1, 64), jax.tree.map(jnp.ones_like, cache)
+    dy = draws(3)(3, 1, 64), jax.tree.map(np.ones_like, cache)
     _, want = fused_harness.compiled_vjp(lambda *args: plain(params, *args))(dy, x, cache)
     graphdef, copy = nnx.split(layer)
     _, got = fused_harness.compiled_vjp(lambda x, cache: nnx.merge(graphdef, copy)(x, cache=cache))(
@@ -129,7 +132,7 @@ def test_derivative_of_the_gates_in_one_product(interpreted):
     y, back = jax.vjp(norms.gated_norm_of_channels, o, channels, weight)
     do, dchannels, dweight = back(dy)
     assert interpreted == {"gated_norm": 1, "gated_norm_backward": 1}
-    gate = channels[..., 256:].reshape(o.shape)
+    gate, dchannels = np.asarray(channels)[..., 256:].reshape(o.shape), np.asarray(dchannels)
     close(fused_oracle.gated_norm(o, gate, weight), y, "y")
     dgate = dchannels[..., 256:].reshape(o.shape)
     expected = fused_oracle.gated_norm_gradients(o, gate, weight, dy)
@@ -160,8 +163,8 @@ def test_tokens_that_the_kernel_does_not_take(why, monkeypatch):
     monkeypatch.setattr(launch, "device_reason", lambda: None)
     options = {"rule": {"rule": "delta"}, "implementation": {"implementation": "chunked"}}.get(why, {})
     sizes = dict(num_heads=2, head_dim=24 if why == "head_dim" else 32, expand_v=1.0)
-    layer = GatedDeltaNet(64, **sizes, **options, rngs=nnx.Rngs(0))
-    mask = jnp.ones((2, 1), bool) if why == "mask" else None
+    layer = drawn(lambda rngs: GatedDeltaNet(64, **sizes, **options, rngs=rngs))
+    mask = jax.device_put(np.ones((2, 1), bool)) if why == "mask" else None
     x = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
     jaxpr = str(jax.make_jaxpr(lambda x: layer(x, cache=layer.init_cache(2), mask=mask))(x))
     assert "decode_step" not in jaxpr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conv_oracle import conv_oracle
 from flax import nnx
-from small_layers import F32, D, inputs, make
+from small_layers import F32, D, empty_cache, inputs, make
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.checks import oracle
@@ -35,7 +35,7 @@ def call(layer, x, **options):
 
 def random_cache(layer, N, seed=2):
     """A cache as if tokens had come before: nothing in it is zero."""
-    shapes = layer.init_cache(N)
+    shapes = empty_cache(layer, N)
     return GatedDeltaNetCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(shapes)))
 
 
@@ -108,8 +108,8 @@ def assert_row(layer, x, past, y, new, what=""):
 def test_against_float64(options):
     layer = make(**{"implementation": "recurrent", **options})
     if layer.conv_bias is not None:
-        layer.conv_bias[...] = jnp.asarray(inputs(layer.conv_dim))
-    layer.o_norm.weight[...] = jnp.asarray(1 + 0.3 * inputs(layer.head_v_dim))
+        layer.conv_bias[...] = jax.device_put(inputs(layer.conv_dim))
+    layer.o_norm.weight[...] = jax.device_put(1 + 0.3 * inputs(layer.head_v_dim))
     x = inputs(2, 9, D)
     cache = random_cache(layer, 2)
     y, new = call(layer, x, cache=cache)
@@ -138,7 +138,8 @@ def test_prefill_in_pieces_then_steps(implementation, lengths):
     layer = make(implementation=implementation, allow_neg_eigval=True)
     x = inputs(2, 70, D)
     whole = call(layer, x)
-    pieces, cache, start = [], layer.init_cache(2), 0
+    empty = empty_cache(layer, 2)
+    pieces, cache, start = [], empty, 0
     for length in lengths:
         y, cache = call(layer, x[:, start : start + length], cache=cache)
         pieces.append(y)
@@ -147,19 +148,20 @@ def test_prefill_in_pieces_then_steps(implementation, lengths):
     assert_close(whole[1].conv, cache.conv, F32, "conv")
     assert_close(whole[1].state, cache.state, F32, "state", axis=1)
     for row in range(2):
-        assert_row(layer, x[row], row_of(layer.init_cache(2), row), whole[0][row], row_of(whole[1], row))
+        assert_row(layer, x[row], row_of(empty, row), whole[0][row], row_of(whole[1], row))
 
 
 def test_step_without_convolution():
     layer = make(use_short_conv=False, implementation="recurrent")
     x = inputs(2, 3, D)
-    cache, ys = layer.init_cache(2), []
+    empty = empty_cache(layer, 2)
+    cache, ys = empty, []
     for t in range(3):
         y, cache = call(layer, x[:, t : t + 1], cache=cache)
         ys.append(y)
     y = np.concatenate(ys, axis=1)
     for row in range(2):
-        assert_row(layer, x[row], row_of(layer.init_cache(2), row), y[row], row_of(cache, row))
+        assert_row(layer, x[row], row_of(empty, row), y[row], row_of(cache, row))
 
 
 # The tokens of each row: padding on the left, the right, both. With W - 1 = 3 there are rows shorter than the filter,
@@ -190,7 +192,7 @@ def test_padding(cached, implementation):
     for row, (begin, end) in enumerate(RUNS):
         mask[row, begin:end] = True
     x[~mask] = np.nan  # padding may hold anything
-    cache = random_cache(layer, N) if cached else layer.init_cache(N)
+    cache = random_cache(layer, N) if cached else empty_cache(layer, N)
     y, new = call(layer, x, mask=mask, cache=cache if cached else None)
     assert np.all(np.asarray(y)[~mask] == 0)
     for row, (begin, end) in enumerate(RUNS):
@@ -213,7 +215,7 @@ def test_steps_after_right_padding(layer):
     for row, n in enumerate(lengths):
         steps = 2 if row == 1 else 3
         alone = np.concatenate([x[row, :n], more[row, :steps]])
-        want, conv, state = layer_oracle(layer, alone, row_of(layer.init_cache(3), row))
+        want, conv, state = layer_oracle(layer, alone, row_of(empty_cache(layer, 3), row))
         assert_close(want[n:], y[row, :steps], F32, f"row {row} y")
         assert_close(conv, cache.conv[row], F32, f"row {row} conv")
         assert_close(state, cache.state[row], F32, f"row {row} state")
@@ -250,7 +252,7 @@ def test_segment_ids_equal_separate(padded, implementation):
     y, new = call(layer, x, segment_ids=ids, cache=cache, mask=mask if padded else None)
     for row in range(2):
         cuts = [begin, *(np.flatnonzero(np.diff(ids[row, begin:end])) + 1 + begin), end]
-        past, zero = row_of(cache, row), row_of(layer.init_cache(2), row)
+        past, zero = row_of(cache, row), row_of(empty_cache(layer, 2), row)
         for start, stop in itertools.pairwise(cuts):
             want, *last = layer_oracle(layer, x[row, start:stop], past)
             assert_close(want, y[row, start:stop], F32, f"row {row} from {start}")
@@ -263,9 +265,9 @@ def test_segment_ids_equal_separate(padded, implementation):
 def test_gradients():
     """Every parameter gets one, padding gets none, and a cut in two pieces has the gradients of one pass."""
     layer = make(implementation="recurrent")  # the gradients of the rule are not the matter here
-    x = jnp.asarray(inputs(2, 8, D)).at[0, :2].set(jnp.nan)
-    dy = jnp.asarray(inputs(2, 8, D, seed=3))
-    mask = jnp.ones((2, 8), bool).at[0, :2].set(False)
+    x, dy, mask = inputs(2, 8, D), jax.device_put(inputs(2, 8, D, seed=3)), np.ones((2, 8), bool)
+    x[0, :2], mask[0, :2] = np.nan, False
+    mask = jax.device_put(mask)
     graphdef, params = nnx.split(layer)
 
     def loss(params, x, cut):
@@ -280,7 +282,7 @@ def test_gradients():
         return jnp.vdot(y, dy)
 
     pieces = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, x, 3)
-    once = jax.jit(jax.grad(whole, argnums=(0, 1)))(params, x)
+    once = jax.device_get(jax.jit(jax.grad(whole, argnums=(0, 1)))(params, x))
     paths = jax.tree_util.tree_flatten_with_path(once)[0]
     assert len(paths) == 7 + 4 + 1
     for (path, want), got in zip(paths, jax.tree.leaves(pieces), strict=True):
@@ -295,12 +297,12 @@ def test_bfloat16():
     layer = make(dtype=jnp.bfloat16, implementation="chunked")
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(layer, nnx.Param)))
     x = inputs(1, 8, D)
-    want = layer_oracle(layer, x[0], row_of(layer.init_cache(1), 0))
+    want = layer_oracle(layer, x[0], row_of(empty_cache(layer, 1), 0))
     y, cache = call(layer, x)
     assert y.dtype == cache.conv.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32
     assert_close(want[0], y[0].astype(np.float32), BF16, "y")
     assert_close(want[2], cache.state[0], BF16, "state")
-    steps, ys = layer.init_cache(1), []
+    steps, ys = empty_cache(layer, 1), []
     assert steps.conv.dtype == cache.conv.dtype and steps.state.dtype == cache.state.dtype
     for t in range(8):
         token, steps = call(layer, x[:, t : t + 1], cache=steps)
@@ -312,9 +314,9 @@ def test_bfloat16():
 
 
 def test_a_cache_of_another_type(layer):
-    cache = tuple(layer.init_cache(1))
+    cache = tuple(empty_cache(layer, 1))
     with pytest.raises(ValueError, match="cache: expected a RecurrentCache, got tuple"):
-        layer._check_call(jnp.ones((1, 1, layer.hidden_size)), cache, None, None, None, False)
+        layer._check_call(jax.device_put(inputs(1, 1, layer.hidden_size)), cache, None, None, None, False)
 
 
 def test_a_cache_keeps_its_dtype(layer):
@@ -327,8 +329,8 @@ def test_a_cache_keeps_its_dtype(layer):
 
 
 def test_no_cache_unless_asked(layer):
-    x = jnp.asarray(inputs(1, 3, D))
-    cache = layer.init_cache(1)
+    x = jax.device_put(inputs(1, 3, D))
+    cache = empty_cache(layer, 1)
     for options, kept in (({}, False), ({"return_cache": True}, True), ({"cache": cache}, True)):
         new = jax.eval_shape(lambda x, options=options: layer(x, **options)[1], x)
         assert (new is not None) == kept

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_layers import F32, SIZES, D, inputs, make
+from small_layers import F32, SIZES, D, drawn, empty_cache, inputs, make
 from tolerances import assert_close
 
 from gdn_jax import gates
@@ -23,8 +23,8 @@ def layer():
 
 
 def test_gate_parameters_start_in_their_ranges():
-    key = jax.random.key(0)
-    A_log, dt_bias = init_A_log(key, 100_000), init_dt_bias(key, 100_000)
+    both = jax.jit(lambda seed: [init(jax.random.key(seed), 100_000) for init in (init_A_log, init_dt_bias)])
+    A_log, dt_bias = jax.device_get(both(0))
     assert A_log.dtype == dt_bias.dtype == jnp.float32
     A, dt = np.exp(A_log), np.log1p(np.exp(np.asarray(dt_bias, np.float64)))
     assert np.all(np.isfinite(A_log)) and A.min() > 0 and A.max() < 16.001
@@ -40,14 +40,15 @@ def test_gate_parameters_start_in_their_ranges():
 def test_write_start(doubled):
     """A bias is all that differs, and beta is its start where the projection is 0."""
     plain, started = (make(allow_neg_eigval=doubled, write_start=start) for start in (None, 0.06))
+    beta_of = nnx.jit(lambda layer, x: layer.rule_inputs(x)[0].beta)
     for layer, expected in ((plain, 0.5), (started, 0.06)):
-        beta = layer.rule_inputs(jnp.zeros((1, 3, D)))[0].beta
+        beta = beta_of(layer, np.zeros((1, 3, D), np.float32))
         np.testing.assert_allclose(beta, (1 + doubled) * expected, rtol=1e-6)
     weights = [nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in (plain, started)]
     np.testing.assert_allclose(weights[1]["b_proj"].pop("bias"), np.log(0.06 / 0.94), rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, *weights)
     x = inputs(2, 40, D)  # rows enough for one product of all projections, and few enough for their own
-    beta, few = (np.asarray(started.rule_inputs(jnp.asarray(x[:, :n]))[0].beta) for n in (40, 3))
+    beta, few = (np.asarray(beta_of(started, x[:, :n])) for n in (40, 3))
     np.testing.assert_allclose(beta[:, :3], few, rtol=1e-5)
 
 
@@ -64,7 +65,7 @@ def test_weight_decay_mask():
         kept = {name for name, value in plain.items() if not value}
         assert kept == {"A_log", "dt_bias", "o_norm", "conv_bias"}, kept
     # A stack of layers gives its norms a second axis: the mark, not the rank, must decide.
-    assert jax.tree.leaves(weight_decay_mask({"w": NoDecayParam(jnp.ones((3, 4)))})) == [False]
+    assert jax.tree.leaves(weight_decay_mask({"w": NoDecayParam(jax.device_put(inputs(3, 4)))})) == [False]
 
 
 @pytest.mark.slow
@@ -72,8 +73,8 @@ def test_in_a_linen_model_every_parameter_is_in_params():
     """An optimiser over the collection `params` trains gates and norms too, and weight decay still spares them."""
     options = SIZES | {"implementation": "recurrent"}
     linen = nnx.bridge.ToLinen(GatedDeltaNet, args=(D,), kwargs=options)
-    x = jnp.asarray(inputs(1, 5, D))
-    variables = linen.init(jax.random.key(0), x)
+    x = jax.device_put(inputs(1, 5, D))
+    variables = jax.jit(lambda seed: linen.init(jax.random.key(seed), x))(0)
     assert set(variables) == {"params"}
     params = variables["params"]
     assert {"A_log", "dt_bias", "o_norm", "q_proj", "conv_weight"} < set(params)
@@ -84,44 +85,44 @@ def test_in_a_linen_model_every_parameter_is_in_params():
     assert jax.tree.structure(mask) == jax.tree.structure(params)
     assert not any(jax.tree.leaves([mask["A_log"], mask["dt_bias"], mask["o_norm"]]))
     assert all(jax.tree.leaves([mask["q_proj"], mask["conv_weight"]]))
-    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)  # as nn.scan stores layers
+    stacked = jax.tree.map(lambda a: np.stack([a, a]), params)  # as nn.scan stores layers
     assert not any(jax.tree.leaves(weight_decay_mask(stacked)["A_log"]))
 
 
 def test_small_layer():
-    layer = SmallGatedDeltaNet(8, 12, 2, rngs=nnx.Rngs(0))
-    x = jnp.asarray(inputs(2, 9, 8))
-    o, state = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    heads = [
-        np.asarray(f(x), np.float64).reshape(2, 9, 2, -1) for f in (layer.q_proj, layer.k_proj, layer.v_proj)
-    ]
-    q, k, v = heads
+    layer = drawn(lambda rngs: SmallGatedDeltaNet(8, 12, 2, rngs=rngs))
+
+    @nnx.jit
+    def run(layer, x):
+        projected = [f(x) for f in (layer.q_proj, layer.k_proj, layer.v_proj, layer.alpha_proj)]
+        return layer(x), projected, gates.write_strength(layer.beta_proj(x))
+
+    (o, state), (*projected, alpha), beta = jax.device_get(run(layer, inputs(2, 9, 8)))
+    q, k, v = (y.astype(np.float64).reshape(2, 9, 2, -1) for y in projected)
     k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
-    alpha = 1 / (1 + np.exp(-np.asarray(layer.alpha_proj(x), np.float64)))
-    beta = gates.write_strength(layer.beta_proj(x))
+    alpha = 1 / (1 + np.exp(-alpha.astype(np.float64)))
     want, want_state = oracle.forward(q, k, v, np.log(alpha), beta, scale=1.0)
     assert_close(want.reshape(2, 9, 12), o, F32)
     assert_close(want_state, state, F32, axis=1)
     # The post's own order, the error of the undecayed state, is another function.
     S = np.zeros((2, 2, 4, 6))
     for t in range(9):
-        u = np.asarray(beta)[:, t, :, None] * (v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], S))
+        u = beta[:, t, :, None] * (v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], S))
         S = alpha[:, t, :, None, None] * S + k[:, t, :, :, None] * u[:, :, None]
     assert np.linalg.norm(S - state) > 0.01 * np.linalg.norm(S)
 
 
 def test_norm_and_mlp():
-    norm = RMSNorm(8, eps=1e-6, dtype=jnp.bfloat16)
-    x = jnp.asarray(inputs(3, 8) * 1000)
-    y = norm(x)
+    norm = drawn(lambda rngs: RMSNorm(8, eps=1e-6, dtype=jnp.bfloat16))
+    mlp, x = drawn(lambda rngs: SwiGLU(8, 16, rngs=rngs)), inputs(3, 8) * 1000
+    y, product = nnx.jit(lambda norm, mlp, x: (norm(x), mlp(x)))(norm, mlp, x)
     assert y.dtype == jnp.bfloat16
     want = np.asarray(x, np.float64)
     want = want / np.sqrt((want**2).mean(-1, keepdims=True))
     np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8)  # one rounding to 8 bits
-    mlp = SwiGLU(8, 16, rngs=nnx.Rngs(0))
     gate, up = (np.asarray(x, np.float64) @ np.asarray(p.kernel[...]) for p in (mlp.gate_proj, mlp.up_proj))
     want = (gate / (1 + np.exp(-np.clip(gate, -700, None))) * up) @ np.asarray(mlp.down_proj.kernel[...])
-    assert_close(want, mlp(x), F32)
+    assert_close(want, product, F32)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +149,11 @@ def test_construction_errors(message, options):
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_call_errors(layer):
-    x = jnp.asarray(inputs(2, 4, D))
-    ones = jnp.ones((2, 4), bool)
+    x = jax.device_put(inputs(2, 4, D))
+    ones, offsets = jax.device_put(np.ones((2, 4), bool)), jax.device_put(np.array([0, 4]))
+    gap = jax.device_put(np.array([[True] * 4, [True, True, False, True]]))
+    ids, cache = jax.device_put(np.zeros((2, 4), int)), empty_cache(layer, 2)
+    wide = jax.device_put(np.zeros((2, 4, 9, 6), np.float32))
     cases = [
         ("x: expected shape", x[0], {}),
         ("x: expected shape", x[:, :, 1:], {}),
@@ -157,13 +161,13 @@ def test_call_errors(layer):
         ("x: expected at least one token", x[:, :0], {}),
         ("mask: expected shape", x, {"mask": ones[:, 1:]}),
         ("mask: expected dtype bool, got float32", x, {"mask": ones.astype(jnp.float32)}),
-        ("mask: expected one run of tokens in each row, got a gap in row 1", x, {"mask": ones.at[1, 2].set(False)}),
-        ("segment_ids: expected shape", x, {"segment_ids": jnp.zeros((2, 3), int)}),
-        ("cu_seqlens: expected neither", x, {"cu_seqlens": jnp.array([0, 4]), "mask": ones}),
-        ("cu_seqlens: expected neither", x, {"cu_seqlens": jnp.array([0, 4]), "segment_ids": jnp.zeros((2, 4), int)}),
-        ("cu_seqlens: expected", x, {"cu_seqlens": jnp.array([0, 4])}),
-        ("cache.conv: expected shape", x, {"cache": layer.init_cache(3)}),
-        ("cache.state: expected shape", x, {"cache": layer.init_cache(2)._replace(state=jnp.zeros((2, 4, 9, 6)))}),
+        ("mask: expected one run of tokens in each row, got a gap in row 1", x, {"mask": gap}),
+        ("segment_ids: expected shape", x, {"segment_ids": ids[:, 1:]}),
+        ("cu_seqlens: expected neither", x, {"cu_seqlens": offsets, "mask": ones}),
+        ("cu_seqlens: expected neither", x, {"cu_seqlens": offsets, "segment_ids": ids}),
+        ("cu_seqlens: expected", x, {"cu_seqlens": offsets}),
+        ("cache.conv: expected shape", x, {"cache": empty_cache(layer, 3)}),
+        ("cache.state: expected shape", x, {"cache": cache._replace(state=wide)}),
     ]  # fmt: skip
     for message, x, options in cases:
         with pytest.raises(ValueError, match=message):

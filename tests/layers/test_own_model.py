@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gdn_jax import delta_rule, gated_delta_rule, log_decay
@@ -73,12 +74,12 @@ def test_a_layer_is_tabulated():
 
 def test_rank_promotion_is_needed():
     """And the way around it that the page names works."""
-    a, rate = jnp.ones((1, 2, 3)), jnp.ones(3)
+    a, rate = (jax.device_put(np.ones(shape, np.float32)) for shape in ((1, 2, 3), 3))
     with jax.numpy_rank_promotion("raise"):
         with pytest.raises(ValueError, match="jax_numpy_rank_promotion"):
-            log_decay(a, rate, rate)
+            jax.eval_shape(log_decay, a, rate, rate)
         with jax.numpy_rank_promotion("allow"):
-            log_decay(a, rate, rate)
+            jax.eval_shape(log_decay, a, rate, rate)
 
 
 def test_strict_dtypes():
@@ -87,5 +88,5 @@ def test_strict_dtypes():
     with jax.numpy_dtype_promotion("strict"):
         jax.eval_shape(
             lambda x, w, cu: causal_conv1d(x, w, cu_seqlens=cu),
-            jnp.ones((1, 9, 2)), jnp.ones((2, 4)), jnp.array([0, 4, 9]),
+            np.ones((1, 9, 2), np.float32), np.ones((2, 4), np.float32), np.array([0, 4, 9]),
         )  # fmt: skip

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_layers import drawn, empty_cache
 from tolerances import assert_close, tolerance
 
 from gdn_jax import rules
@@ -82,25 +83,27 @@ def test_gated_linear_attention(T, chunk_size):
         assert_close(x, np.asarray(y), F32, name, axis)
 
 
-@pytest.mark.slow
 def test_gated_linear_attention_defaults():
     """No decay, no state, a scale; q and k heads shared by pairs of value heads."""
     q, k, v, g, _, state = inputs(9, heads=(2, 4))
-    o, S = rules.gated_linear_attention(*map(jnp.asarray, (q, k, v)), scale=3.0)
+
+    @jax.jit
+    def run(q, k, v):
+        narrow = (x.astype(jnp.bfloat16) for x in (q, k, v))
+        return rules.gated_linear_attention(q, k, v, scale=3.0), rules.gated_linear_attention(*narrow)
+
+    (o, S), half = run(q, k, v)
     want = recurrence(q, k, v, 0 * g, np.ones_like(g), 0 * state, corrects=False)
     assert_close(want[0] * 3 * np.sqrt(8), np.asarray(o), F32, "o", 2)
     assert_close(want[1], np.asarray(S), F32, "state", 1)
-    half = rules.gated_linear_attention(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)))
     assert half[0].dtype == jnp.bfloat16 and half[1].dtype == jnp.float32
 
 
 def test_gradients_of_gated_linear_attention():
     """In float64 against the derivative of a plain scan over tokens."""
     with jax.enable_x64(True):
-        x = [jnp.asarray(a, jnp.float64) for a in inputs(21, B=1, heads=(2, 2))]
-        q, k, v, g, _, S = x
-        do = jax.random.normal(jax.random.key(0), v.shape, jnp.float64)
-        dS = jax.random.normal(jax.random.key(1), S.shape, jnp.float64)
+        q, k, v, g, _, S = (a.astype(np.float64) for a in inputs(21, B=1, heads=(2, 2)))
+        do, dS = (np.random.default_rng(i).standard_normal(a.shape) for i, a in enumerate((v, S)))
 
         def token(S, x):
             q, k, v, g = x
@@ -131,13 +134,13 @@ def test_rule_against_float64(rule):
 
     def run(q, k, v, g, beta, state, ids):
         first = {"initial_state": state} if cached else {}
-        return rules.apply(rule, q, k, v, g, beta, segment_ids=ids, implementation=None, **first)
+        packed = rules.apply(rule, q, k, v, g, beta, segment_ids=ids, implementation=None, **first)
+        return packed, None if cached else rules.apply(rule, q, k, v, g, beta)[0]
 
-    o, last = jax.jit(run)(q, k, v, g, beta, state, ids)
+    (o, last), plain = jax.jit(run)(q, k, v, g, beta, state, ids)
     if not cached:
         assert last is None
         assert_close(attention(q, k, v, ids), np.asarray(o), F32, "o", 2)
-        plain = rules.apply(rule, *map(jnp.asarray, (q, k, v, g, beta)))[0]
         assert_close(attention(q, k, v, 0 * ids), np.asarray(plain), F32, "o", 2)
         return
     decays, corrects = rule in ("mamba2", "gated_delta"), rule in ("delta", "gated_delta")
@@ -203,7 +206,8 @@ def test_rules_differ():
 
 
 def layer(rule, **options):
-    return GatedDeltaNet(16, num_heads=1, num_v_heads=2, head_dim=6, rule=rule, rngs=nnx.Rngs(3), **options)
+    sizes = dict(num_heads=1, num_v_heads=2, head_dim=6)
+    return drawn(lambda rngs: GatedDeltaNet(16, **sizes, rule=rule, rngs=rngs, **options), seed=3)
 
 
 def normal(*shape, seed=0):
@@ -222,8 +226,9 @@ def call(mixer, x, **options):
 def test_prefill_then_steps(rule):
     x = normal(2, 9, 16)
     mixer = layer(rule, implementation="recurrent")
-    want, last = call(mixer, x, cache=mixer.init_cache(2))
-    y, cache = call(mixer, x[:, :7], cache=mixer.init_cache(2))
+    empty = empty_cache(mixer, 2)
+    want, last = call(mixer, x, cache=empty)
+    y, cache = call(mixer, x[:, :7], cache=empty)
     ys = [y]
     for t in (7, 8):
         y, cache = call(mixer, x[:, t : t + 1], cache=cache)
@@ -252,20 +257,20 @@ def test_equal_parameters_and_states():
     count = sum(x.size for x in jax.tree.leaves(weights["gated_delta"]))
     for other in weights.values():
         jax.tree.map(np.testing.assert_array_equal, weights["gated_delta"], other)
-    caches = [jax.tree.map(lambda x: (x.shape, x.dtype), layers[rule].init_cache(3)) for rule in RECURRENT]
+    caches = [jax.eval_shape(lambda rule=rule: layers[rule].init_cache(3)) for rule in RECURRENT]
     assert all(cache == caches[0] for cache in caches)
 
     # What a rule does not read: only gates, and a small part.
-    x = jnp.asarray(normal(2, 5, 16))
+    x = normal(2, 5, 16)
     gates = {"a_proj", "A_log", "dt_bias"}
     unread = {"linear_attention": gates, "delta": gates, "softmax_attention": gates | {"b_proj"}}
     for rule, mixer in layers.items():
         graphdef, params = nnx.split(mixer)
 
         def loss(params, graphdef=graphdef):
-            return jnp.square(nnx.merge(graphdef, params)(x)[0]).sum()
+            return jnp.square(nnx.merge(graphdef, params)(jnp.asarray(x))[0]).sum()
 
-        gradients = jax.tree_util.tree_flatten_with_path(jax.jit(jax.grad(loss))(params))[0]
+        gradients = jax.tree_util.tree_flatten_with_path(jax.device_get(jax.jit(jax.grad(loss))(params)))[0]
         dead = {jax.tree_util.keystr(path): g.size for path, g in gradients if not np.any(g)}
         assert {path.split("'")[1] for path in dead} == unread.get(rule, set()), rule
         assert sum(dead.values()) < 0.1 * count  # a share of 1 / width of the layer
@@ -274,13 +279,18 @@ def test_equal_parameters_and_states():
 @pytest.mark.parametrize("rule", ["mamba2", "linear_attention", "softmax_attention"])
 def test_named_kernels_that_a_rule_does_not_have(rule):
     """A warning says so where they are named, and nothing does where they are not."""
-    x, gate = jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 2, 1))
+    x, gate = np.ones((1, 2, 1, 4), np.float32), np.zeros((1, 2, 1), np.float32)
+
+    def run(implementation):
+        call = functools.partial(rules.apply, rule, implementation=implementation)
+        jax.eval_shape(call, x, x, x, gate, gate)
+
     with pytest.warns(
         UserWarning, match=f"the rule {rule} runs in plain JAX beside the kernels of 'mosaic_gpu'"
     ):
-        rules.apply(rule, x, x, x, gate, gate, implementation="mosaic_gpu")
+        run("mosaic_gpu")
     with warnings.catch_warnings(action="error"):
-        rules.apply(rule, x, x, x, gate, gate, implementation="recurrent")
+        run("recurrent")
 
 
 def test_a_rule_that_is_not_in_the_table():
@@ -292,14 +302,20 @@ def test_a_rule_that_is_not_in_the_table():
         options=(),
         step=None,
     )
-    x = jnp.ones((1, 3, 16))
+    x = np.ones((1, 3, 16), np.float32)
     mixer = layer(doubled, use_gate=False)
     graphdef, state = nnx.split(mixer)
     assert hash(graphdef) is not None and mixer.rule is doubled and not mixer.can_be_served
-    inputs, _ = mixer.rule_inputs(x)
-    o, _ = jax.jit(lambda x, state: nnx.merge(graphdef, state).apply_rule(
-        inputs._replace(v=x), initial_state=None, cu_seqlens=None, segment_ids=None))(inputs.v, state)  # fmt: skip
-    np.testing.assert_array_equal(o, 2 * inputs.v)
+
+    @jax.jit
+    def run(x, state):
+        mixer = nnx.merge(graphdef, state)
+        inputs, _ = mixer.rule_inputs(x)
+        o, _ = mixer.apply_rule(inputs, initial_state=None, cu_seqlens=None, segment_ids=None)
+        return o, inputs.v
+
+    o, v = run(x, state)
+    np.testing.assert_array_equal(o, 2 * np.asarray(v))
     config = ModelConfig(rule=doubled)
     assert config.rule is doubled and not config.mixer.splits_tokens(config)
     with pytest.raises(NotImplementedError, match="context: the rule doubled does not run over split tokens"):
@@ -315,11 +331,13 @@ def test_what_a_rule_does_not_take_is_refused(name):
     """It would go on without what it was given, over the borders of packed sequences."""
     rule = rules.Rule("mine", lambda q, k, v, **_: (v, None), gates=("g",), options=())
     given = {
-        "initial_state": jnp.zeros((1, 1, 4, 4)),
-        "cu_seqlens": jnp.array([0, 3]),
-        "segment_ids": jnp.zeros((1, 3), int),
+        "initial_state": np.zeros((1, 1, 4, 4), np.float32),
+        "cu_seqlens": np.array([0, 3]),
+        "segment_ids": np.zeros((1, 3), np.int32),
     }
-    x, gate = jnp.ones((1, 3, 1, 4)), jnp.zeros((1, 3, 1))
+    given = {name: jax.device_put(value) for name, value in given.items()}
+    ones, zeros = np.ones((1, 3, 1, 4), np.float32), np.zeros((1, 3, 1), np.float32)
+    x, gate = jax.device_put((ones, zeros))
     call = functools.partial(rules.apply, rule, x, x, x, gate, gate, normalized=True)
     assert jax.eval_shape(call)[0].shape == x.shape
     with pytest.raises(
@@ -330,12 +348,12 @@ def test_what_a_rule_does_not_take_is_refused(name):
 
 def test_a_rule_assigned_to_a_layer(no_type_checks):
     """A name becomes the rule that it names, as at construction, and what is no rule is refused at once."""
-    x, mixer, other = jnp.ones((1, 3, 16)), layer("gated_delta"), layer("mamba2")
+    x, mixer, other = np.ones((1, 3, 16), np.float32), layer("gated_delta"), layer("mamba2")
     nnx.update(mixer, nnx.state(other, nnx.Param))
     for rule in ("mamba2", rules.RULES["mamba2"]):
         mixer.rule = rule
         assert mixer.rule is rules.RULES["mamba2"]
-        np.testing.assert_array_equal(mixer(x)[0], other(x)[0])
+        np.testing.assert_array_equal(call(mixer, x)[0], call(other, x)[0])
     assert nnx.split(mixer)[0] == nnx.split(other)[0]
     for wrong, message in {
         "delta_net": "expected one of .*, got 'delta_net'",
@@ -347,23 +365,23 @@ def test_a_rule_assigned_to_a_layer(no_type_checks):
 
 
 def test_errors():
-    x = jnp.ones((1, 3, 16))
+    x = jax.device_put(np.ones((1, 3, 16), np.float32))
     with pytest.raises(ValueError, match=r"rule: expected one of .*, got 'delta_net'"):
         layer("delta_net")
     with pytest.raises(ValueError, match="rule: expected one of"):
         ModelConfig(rule="attention")
-    cu_seqlens = jnp.array([0, 1, 3])
+    cu_seqlens = jax.device_put(np.array([0, 1, 3]))
     for rule in ("linear_attention", "mamba2"):
         with pytest.raises(NotImplementedError, match="cu_seqlens: expected the delta rules"):
-            layer(rule)(x, cu_seqlens=cu_seqlens)
+            call(layer(rule), x, cu_seqlens=cu_seqlens)
     attention = layer("softmax_attention")
     for name, options in {
-        "cache": {"cache": attention.init_cache(1)},
+        "cache": {"cache": empty_cache(attention, 1)},
         "return_cache": {"return_cache": True},
-        "mask": {"mask": jnp.ones((1, 3), bool)},
+        "mask": {"mask": jax.device_put(np.ones((1, 3), bool))},
         "cu_seqlens": {"cu_seqlens": cu_seqlens},
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name}: softmax_attention keeps no state"):
-            attention(x, **options)
+            jax.eval_shape(lambda x, options=options: attention(x, **options), x)
     with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu'"):
-        layer("delta", implementation="mosaic_gpu")(x)
+        call(layer("delta", implementation="mosaic_gpu"), x)

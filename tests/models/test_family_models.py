@@ -13,6 +13,8 @@ import tiny_runs
 from flax import nnx
 from harness import tiers
 from jax.sharding import PartitionSpec
+from small_layers import empty_cache
+from small_models import made
 from steps_on_meshes import CONFIG, check_same_steps, three_steps
 from tolerances import FLOAT32, assert_close
 
@@ -54,7 +56,7 @@ def small(mixer, **options):
 
 @functools.cache
 def model_of(mixer, **options):
-    return LanguageModel(small(mixer, **options), rngs=nnx.Rngs(0))
+    return made(small(mixer, **options))
 
 
 @nnx.jit
@@ -80,8 +82,9 @@ def test_tables():
 def test_a_row_equals_its_tokens(mixer, monkeypatch):
     """A row in one pass, and token by token through the cache by the copy whose projections are one product."""
     model, tokens = model_of(mixer), np.random.default_rng(0).integers(0, 19, (2, 5))
-    whole, last = jax.device_get(call(model, tokens, model.init_cache(2)))
-    cache, logits = model.init_cache(2), []
+    empty = empty_cache(model, 2)
+    whole, last = jax.device_get(call(model, tokens, empty))
+    cache, logits = empty, []
     monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
     single = inference.for_decoding(inference.for_inference(model), 1)
     assert any(isinstance(part, ProjectionGroup) for _, part in nnx.iter_modules(single))
@@ -100,9 +103,9 @@ def test_generation():
     attention = AttentionConfig(2, None, 8, rotary_dim=4)
     model = model_of("kda", num_layers=2, layer_types=("kda", "attention"), attention=attention)
     prompt = np.random.default_rng(1).integers(0, 19, (1, 3))
-    new = np.asarray(generate(model, jnp.asarray(prompt), 4))
+    new = np.asarray(generate(model, jax.device_put(prompt), 4))
     logits = nnx.jit(lambda model, tokens: model(tokens)[0])(model, np.concatenate([prompt, new], 1))
-    np.testing.assert_array_equal(np.argmax(logits[:, 2:-1], -1), new)
+    np.testing.assert_array_equal(np.argmax(np.asarray(logits)[:, 2:-1], -1), new)
 
 
 @pytest.mark.parametrize("mixer", tiers(["kda", "gated_delta_net_2", "kda_lower_bound", "gla"], [], ["kda"]))
@@ -111,21 +114,21 @@ def test_served(mixer):
     model, rng = model_of(mixer), np.random.default_rng(2)
     server = ServedModel(model)
     prompts = [rng.integers(0, 19, n) for n in (3, 5)]
-    slots, pools = np.array([2, 0]), server.make_pools(3)
+    slots, pools = np.array([2, 0]), jax.jit(lambda: server.make_pools(3))()
     new, pools = jax.jit(server.prefill)(
         server.params, np.concatenate(prompts)[None], np.array([0, 3, 8]), slots, np.zeros(2, bool), pools
     )
     tokens = [np.asarray(new)]
     new, pools = jax.jit(server.decode)(server.params, new, slots, pools)
     tokens.append(np.asarray(new))
-    drafts = np.stack([new, [7, 8]], 1)
+    drafts = np.stack([np.asarray(new), [7, 8]], 1)
     checked, _ = jax.jit(server.verify)(
         server.params, drafts, np.array([[2, 1], [0, -1]]), np.ones(2, np.int32), pools
     )
     rows = np.zeros((2, 8), int)  # padded behind, where no token is read
     for n, prompt in enumerate(prompts):
         rows[n, : len(prompt) + 3] = [*prompt, *(t[n] for t in tokens), drafts[n, 1]]
-    likeliest = np.argmax(np.asarray(call(model, rows, model.init_cache(2))[0]), -1)
+    likeliest = np.argmax(np.asarray(call(model, rows, empty_cache(model, 2))[0]), -1)
     for n, prompt in enumerate(prompts):
         want = likeliest[n, len(prompt) - 1 : len(prompt) + 3]
         np.testing.assert_array_equal(want, [*(t[n] for t in tokens), *np.asarray(checked)[n]])
@@ -135,7 +138,7 @@ def test_analyses():
     """Inputs of the rule, half-lives of every channel, and the horizon that gdn info tells."""
     inputs = nnx.jit(model_rule_inputs)(model_of("kda"), np.zeros((1, 4), int))
     assert [x.g.shape for x in inputs] == [(1, 4, 2, 6)]
-    lives = layer_half_lives(inputs[0].g)
+    lives = jax.device_get(jax.jit(layer_half_lives)(inputs[0].g))
     assert lives.median.shape == (2, 6) and np.all(lives.mean_rate > 0)
     start = TOKEN_MIXERS["gated_delta_product_3"].start(small("kda", allow_neg_eigval=True), 1.0)
     assert float(memory_horizon(6, *start)) == pytest.approx(np.log(2) / (0.08 - 3 * np.log(5 / 6)), rel=1e-5)

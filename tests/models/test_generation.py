@@ -34,26 +34,26 @@ def test_limits_of_the_draw():
 def test_stopping_and_listening():
     """Rows end, steps are heard in order, what the listener raises comes back."""
     model, prompt = make(), tokens(2, 5)
-    greedy = np.asarray(generate(model, jnp.asarray(prompt), 8))
+    greedy = np.asarray(generate(model, jax.device_put(prompt), 8))
     np.testing.assert_array_equal(np.asarray(call(model, prompt)[0])[:, -1].argmax(-1), greedy[:, 0])
     heard = []
-    listened = generate(model, jnp.asarray(prompt), 8, on_token=lambda new: heard.append(new.copy()))
+    listened = generate(model, jax.device_put(prompt), 8, on_token=lambda new: heard.append(new.copy()))
     np.testing.assert_array_equal(listened, greedy)
     np.testing.assert_array_equal(np.stack(heard, axis=1), greedy)
 
     stop = int(greedy[0, 2])
-    stopped = np.asarray(generate(model, jnp.asarray(prompt), 8, stop_tokens=[stop]))
+    stopped = np.asarray(generate(model, jax.device_put(prompt), 8, stop_tokens=[stop]))
     for row, want in zip(stopped, greedy, strict=True):
         end = [*want, stop].index(stop)
         np.testing.assert_array_equal(row[: end + 1], want[: end + 1])
         assert (row[end:] == stop).all() or end == 8
 
     first = int(greedy[0, 0])
-    assert (np.asarray(generate(model, jnp.asarray(prompt), 8, stop_tokens=[first]))[0] == first).all()
+    assert (np.asarray(generate(model, jax.device_put(prompt), 8, stop_tokens=[first]))[0] == first).all()
 
     heard.clear()
     early = generate(
-        model, jnp.asarray(prompt), 8, on_token=lambda new: heard.append(new.copy()) or len(heard) == 3
+        model, jax.device_put(prompt), 8, on_token=lambda new: heard.append(new.copy()) or len(heard) == 3
     )
     assert len(heard) == 3
     np.testing.assert_array_equal(early[:, :3], greedy[:, :3])
@@ -63,12 +63,12 @@ def test_stopping_and_listening():
         raise KeyError("of the listener")
 
     with pytest.raises(KeyError, match="of the listener"):
-        generate(model, jnp.asarray(prompt), 8, on_token=fails)
+        generate(model, jax.device_put(prompt), 8, on_token=fails)
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_generation_errors():
-    model, prompt = make(), jnp.asarray(tokens(1, 3))
+    model, prompt = make(), jax.device_put(tokens(1, 3))
     for message, options in [
         ("top_p: expected a number above 0 and up to 1, got 0", {"top_p": 0.0}),
         ("min_p: expected a number from 0 to 1, got 2", {"min_p": 2.0}),

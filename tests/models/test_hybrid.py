@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from hybrid_models import MODELS, OLMO, QWEN, SIZES, call, make, tokens
+from small_layers import drawn, empty_cache
+from small_models import made
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.blocks import RMSNorm
-from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig
+from gdn_jax.models import AttentionConfig, ExpertsConfig, ModelConfig
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
 from gdn_jax.models.block import ReorderedBlock, make_block
 from gdn_jax.training.steps import compiler_flags
@@ -33,21 +35,26 @@ def draw(*shape, seed=0):
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(draw(*shape, seed=seed))
+    return jax.device_put(draw(*shape, seed=seed))
+
+
+def attention_of(config, **options):
+    return drawn(lambda rngs: Attention(24, config, **options, rngs=rngs))
 
 
 def perturb(module):
     """Norms away from 1, biases away from 0; in NumPy, for JAX would compile sums of every shape."""
     leaves, treedef = jax.tree.flatten(nnx.state(module, nnx.Param))
-    moved = [jnp.asarray(np.asarray(x) + np.float32(0.2) * draw(*x.shape), x.dtype) for x in leaves]
-    nnx.update(module, jax.tree.unflatten(treedef, moved))
+    moved = [(np.asarray(x) + np.float32(0.2) * draw(*x.shape)).astype(x.dtype) for x in leaves]
+    nnx.update(module, jax.tree.unflatten(treedef, jax.device_put(moved)))
     return module
 
 
 @pytest.mark.parametrize("config", [QWEN, OLMO, NOPE], ids=["qwen", "olmo", "nope"])
 def test_attention_is_its_definition(config):
     """Written out in NumPy in float64, a token and a head at a time."""
-    layer = perturb(Attention(24, config, norm_eps=1e-6, zero_centred_norms=config is QWEN, rngs=nnx.Rngs(0)))
+    options = dict(norm_eps=1e-6, zero_centred_norms=config is QWEN)
+    layer = perturb(attention_of(config, **options))
     T, D = 7, config.head_dim
     x = normal(1, T, 24)
     H, G = config.num_heads, config.num_heads // (config.num_kv_heads or config.num_heads)
@@ -93,44 +100,59 @@ def test_attention_is_its_definition(config):
 
 
 def test_the_attention_map_is_what_a_call_does():
-    layer = perturb(Attention(24, NOPE, rngs=nnx.Rngs(0)))
-    x = normal(2, 6, 24)
-    weights, (_, _, v) = layer.weights(x), layer.heads(x)
+    layer = perturb(attention_of(NOPE))
+
+    @nnx.jit
+    def run(layer, x):
+        weights, (_, _, v) = layer.weights(x), layer.heads(x)
+        o = jnp.einsum("bhij,bjd->bihd", weights, v[:, :, 0]).reshape(2, 6, -1)  # one head of keys and values
+        return weights, layer.o_proj(o), layer(x)[0]
+
+    weights, mapped, called = jax.device_get(run(layer, draw(2, 6, 24)))
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
-    o = jnp.einsum("bhij,bjd->bihd", weights, v[:, :, 0]).reshape(2, 6, -1)  # one head of keys and values
-    assert_close(layer.o_proj(o), layer(x)[0], F32)
+    assert_close(mapped, called, F32)
 
 
 def test_rotation_depends_on_distance_alone():
-    q, k = normal(1, 1, 2, 8), normal(1, 1, 2, 8, seed=1)
+    q, k = draw(1, 1, 2, 8), draw(1, 1, 2, 8, seed=1)
+    turned = jax.jit(lambda x, position: rotate(x, position, 6, 100.0))
 
     def score(i, j):
-        turned = (rotate(x, jnp.full((1, 1), n), 6, 100.0) for x, n in ((q, i), (k, j)))
-        return np.asarray(jnp.einsum("bthd,bthd->h", *turned))
+        both = (np.asarray(turned(x, np.full((1, 1), n))) for x, n in ((q, i), (k, j)))
+        return np.einsum("bthd,bthd->h", *both)
 
     np.testing.assert_allclose(score(7, 3), score(14, 10), rtol=1e-4)
     assert np.abs(score(7, 3) - score(7, 4)).min() > 1e-3
-    np.testing.assert_array_equal(rotate(q, jnp.full((1, 1), 9), 6, 100.0)[..., 6:], q[..., 6:])
+    np.testing.assert_array_equal(np.asarray(turned(q, np.full((1, 1), 9)))[..., 6:], q[..., 6:])
 
 
 def test_zero_centred_norm():
-    plain, centred = RMSNorm(6), RMSNorm(6, zero_centred=True)
-    x = normal(3, 6)
-    np.testing.assert_array_equal(plain(x), centred(x))
-    centred.weight[...] = jnp.full(6, 0.5)
-    plain.weight[...] = jnp.full(6, 1.5)
-    np.testing.assert_array_equal(plain(x), centred(x))
+
+    @jax.jit
+    def run(x):
+        plain, centred = RMSNorm(6), RMSNorm(6, zero_centred=True)
+        fresh = plain(x), centred(x)
+        centred.weight[...] = jnp.full(6, 0.5)
+        plain.weight[...] = jnp.full(6, 1.5)
+        return fresh, (plain(x), centred(x))
+
+    for plain, centred in run(draw(3, 6)):
+        np.testing.assert_array_equal(plain, centred)
 
 
 def test_a_reordered_block_norms_what_its_parts_write():
     config = ModelConfig(**SIZES, **MODELS["olmo_hybrid"])
-    block = perturb(make_block(config, 1, rngs=nnx.Rngs(0)))
+    block = perturb(drawn(lambda rngs: make_block(config, 1, rngs=rngs)))
     assert isinstance(block, ReorderedBlock)
-    x = normal(1, 5, 24)
-    stream, added, _ = block(x, None)
-    y = x + block.mixer_norm(block.mixer(x)[0])
-    assert_close(y + block.mlp_norm(block.mlp(y)), stream + added, 1e-6)
-    assert not isinstance(make_block(config, 0, rngs=nnx.Rngs(0)), ReorderedBlock)
+
+    @nnx.jit
+    def run(block, x):
+        stream, added, _ = block(x, None)
+        y = x + block.mixer_norm(block.mixer(x)[0])
+        return y + block.mlp_norm(block.mlp(y)), stream + added
+
+    assert_close(*run(block, draw(1, 5, 24)), 1e-6)
+    assert not isinstance(nnx.eval_shape(lambda: make_block(config, 0, rngs=nnx.Rngs(0))), ReorderedBlock)
 
 
 @pytest.mark.slow
@@ -145,11 +167,11 @@ def test_prefill_and_decode_equal_one_pass(name):
     mask[1, :4], mask[2, 6:] = False, False
     rows = [row[0], row[1][4:], np.concatenate([row[2][:6], row[2][9:]])]
     _, cache = call(model, row[:, :9], mask=mask, return_cache=True)
-    cache = tuple(reserve(c, 5) if hasattr(c, "length") else c for c in cache)
+    cache = jax.jit(lambda cache: tuple(reserve(c, 5) if hasattr(c, "length") else c for c in cache))(cache)
     decoded = []
     for t in range(9, 14):
         logits, cache = call(model, row[:, t : t + 1], cache=cache)
-        decoded.append(logits[:, 0])
+        decoded.append(np.asarray(logits)[:, 0])
     decoded = np.stack(decoded, axis=1)
     np.testing.assert_array_equal(cache[1].length, [14, 10, 11])
     for i, tokens_of_row in enumerate(rows):
@@ -168,20 +190,20 @@ def test_prefill_and_decode_equal_one_pass(name):
 def test_a_growing_cache_begins_empty():
     model, row = make(), tokens(2, 6)
     want, _ = call(model, row)
-    got, cache = call(model, row, cache=model.init_cache(2))
+    got, cache = call(model, row, cache=empty_cache(model, 2))
     np.testing.assert_allclose(got, want, rtol=0, atol=CONTINUED)
     assert cache[1].k.shape == (2, 6, 2, 8) and type(cache[1]).__name__ == "AttentionCache"
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_a_full_cache_is_loud():
-    layer = Attention(24, QWEN, rngs=nnx.Rngs(0))
-    cache = layer.init_cache(2, 3)
+    layer = attention_of(QWEN)
+    cache = jax.jit(lambda: layer.init_cache(2, 3))()
     assert isinstance(cache, FixedAttentionCache)
     step = nnx.jit(lambda layer, x, cache, mask: layer(x, cache=cache, mask=mask))
     mask = jnp.asarray([[True, True, True], [True, True, False]])
     _, cache = step(layer, normal(2, 3, 24), cache, mask)
-    y, after = step(layer, normal(2, 1, 24), cache, None)
+    y, after = jax.device_get(step(layer, normal(2, 1, 24), cache, None))
     assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
     np.testing.assert_array_equal(after.length, [4, 3])
     with pytest.raises(ValueError, match="cache: expected room for 4 tokens, got 3 slots"):
@@ -192,7 +214,8 @@ def test_padding_leaves_no_trace():
     model, row = make(), tokens(2, 12)
     mask = np.ones((2, 12), bool)
     mask[0, :5], mask[1, 9:] = False, False
-    results = [call(model, np.where(mask, row, filler), mask=mask, return_cache=True) for filler in (0, 7)]
+    rows = [np.where(mask, row, filler) for filler in (0, 7)]
+    results = jax.device_get([call(model, row, mask=mask, return_cache=True) for row in rows])
     for logits, cache in results[1:]:
         np.testing.assert_array_equal(logits[0][mask[0]], results[0][0][0][mask[0]])
         np.testing.assert_array_equal(logits[1][mask[1]], results[0][0][1][mask[1]])
@@ -213,8 +236,8 @@ def test_packed_rows_equal_separate_rows():
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_attention_errors():
-    layer = Attention(24, QWEN, rngs=nnx.Rngs(0))
-    x, ids = normal(1, 3, 24), jnp.zeros((1, 3), jnp.int32)
+    layer = attention_of(QWEN)
+    x, ids = draw(1, 3, 24), np.zeros((1, 3), np.int32)
     with pytest.raises(
         NotImplementedError, match="segment_ids: an attention layer keeps no cache of packed rows"
     ):
@@ -222,7 +245,7 @@ def test_attention_errors():
     with pytest.raises(ValueError, match="mask: expected one run of tokens in each row, got a gap in row 0"):
         layer(x, mask=jnp.asarray([[True, False, True]]))
     with pytest.raises(ValueError, match=r"cache\.k: expected shape"):
-        layer(x, cache=layer.init_cache(2))
+        layer(x, cache=empty_cache(layer, 2))
     with pytest.raises(ValueError, match="x: expected at least one token"):
         layer(x[:, :0])
 
@@ -294,17 +317,16 @@ def test_attention_layers_have_scales_of_their_own(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     types = dict(layer_types=("attention",) * 3, num_layers=3)
-    jax.eval_shape(make(**types), jnp.asarray(tokens(1, 4)))
+    jax.eval_shape(make(**types), jax.device_put(tokens(1, 4)))
     assert len(set(given)) == 3
     assert {np.float32(scale) for scale in given} == {np.float32(QWEN.head_dim**-0.5)}
     given.clear()
     types = dict(num_layers=3, rule="softmax_attention")  # the rule in the place of a delta rule
-    row = jnp.zeros((1, 4), jnp.int32)
-    jax.eval_shape(LanguageModel(ModelConfig(vocab_size=8, **types), rngs=nnx.Rngs(0)), row)
+    jax.eval_shape(made(ModelConfig(vocab_size=8, **types)), np.zeros((1, 4), np.int32))
     assert len(set(given)) == len({np.float32(scale) for scale in given}) + 2 == 3
     given.clear()
     types = dict(layer_types=("attention",) * 3, num_layers=3)
-    jax.eval_shape(make(**types, scan_layers=True), jnp.asarray(tokens(1, 4)))
+    jax.eval_shape(make(**types, scan_layers=True), jax.device_put(tokens(1, 4)))
     assert set(given) == {1 / math.sqrt(QWEN.head_dim)}
 
 
@@ -339,7 +361,7 @@ def test_gradients_through_two_attention_layers_by_cudnn():
 
 @pytest.mark.crossed
 def test_a_scan_over_periods_changes_nothing():
-    row, results = jnp.asarray(tokens(2, 9)), []
+    row, results = jax.device_put(tokens(2, 9)), []
     for scan in (False, True):
         config = {"num_layers": 4, "layer_types": ("gated_delta_net", "attention") * 2, "scan_layers": scan}
         graphdef, params = nnx.split(make("qwen3_next", **config))
@@ -351,7 +373,7 @@ def test_a_scan_over_periods_changes_nothing():
 
 
 def test_weights_in_bfloat16():
-    model = nnx.eval_shape(lambda: make("qwen3_next", weight_dtype="bfloat16"))
+    model = make("qwen3_next", weight_dtype="bfloat16")
     wide = {"A_log", "dt_bias"}
     for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))):
         assert x.dtype == (jnp.float32 if path[-1].key in wide else jnp.bfloat16), path

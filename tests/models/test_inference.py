@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from small_layers import drawn
+from small_models import made
 
 from gdn_jax.blocks import ProjectionGroup
 from gdn_jax.models import LanguageModel, generate, inference
@@ -32,10 +34,15 @@ WITH_EXPERTS = dataclasses.replace(CONFIG, experts=ExpertsConfig(4, 2, 16, 16))
 
 def make(config):
     """A model with low-rank changes that are not zero."""
-    model = LanguageModel(config, rngs=nnx.Rngs(0))
-    add_lora(model, 3, projections=("q_proj", "o_proj"), rngs=nnx.Rngs(1))
+
+    def changed(rngs):
+        model = LanguageModel(config, rngs=rngs)
+        add_lora(model, 3, projections=("q_proj", "o_proj"), rngs=nnx.Rngs(1))
+        return model
+
+    model = drawn(changed)
     for part in jax.tree.leaves(nnx.state(model, LoRAParam), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        part.set_value(part[...] + 0.1)
+        part.set_value(jax.device_put(np.asarray(part[...]) + np.float32(0.1)))
     return model
 
 
@@ -87,7 +94,7 @@ def test_logits_are_those_of_the_model(config):
 @pytest.mark.slow
 def test_norms_of_a_16_bit_model_are_widened_once():
     """No step converts the weight of a norm; the logits are those of the model all the same."""
-    model = LanguageModel(dataclasses.replace(CONFIG, weight_dtype="bfloat16"), rngs=nnx.Rngs(0))
+    model = made(dataclasses.replace(CONFIG, weight_dtype="bfloat16"))
     ready = for_inference(model)
     norms = {
         path: x.dtype for path, x in nnx.to_flat_state(nnx.state(ready, nnx.Param)) if path[-1] == "weight"
@@ -123,5 +130,5 @@ def test_no_step_of_generation_rounds_a_weight(config):
     def rounded(bodies):
         return {shape for body in bodies for shape in conversions(body)} & weights
 
-    whole = jax.make_jaxpr(lambda tokens: generate(model, tokens, 3))(jnp.asarray(ROW)).jaxpr
+    whole = jax.make_jaxpr(lambda tokens: generate(model, tokens, 3))(jax.device_put(ROW)).jaxpr
     assert rounded([whole]) and not rounded(loops(whole))

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pool_prompts
 import pytest
-from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from programs import eqns
 from serving_cases import assert_same_bits
+from small_layers import drawn
 
 from gdn_jax import (
     chunk_states,
@@ -114,7 +114,7 @@ def test_lanes(bad):
 def test_chunk_states_and_products(bad):
     """The states inside sequences, and several steps a token."""
     rng = np.random.default_rng(0)
-    T, cu = 40, jnp.array([0, 5, 6, 30])
+    T, cu = 40, np.array([0, 5, 6, 30])
     k, v = (rng.standard_normal((1, T, 2, D)).astype(np.float32) / 2 for D in (4, 3))
     states = jax.jit(functools.partial(chunk_states, chunk_size=16))
     clean = np.asarray(states(k, v, cu_seqlens=cu))
@@ -128,9 +128,9 @@ def test_chunk_states_and_products(bad):
 
     steps = jax.jit(gated_delta_product)
     two = [rng.standard_normal((1, T, 2, 2, D)).astype(np.float32) / 2 for D in (4, 3)]
-    clean = steps(k, *two, cu_seqlens=cu)
+    clean = jax.device_get(steps(k, *two, cu_seqlens=cu))
     two[0][0, 5, 1] = bad
-    got = steps(k, *two, cu_seqlens=cu)
+    got = jax.device_get(steps(k, *two, cu_seqlens=cu))
     others = np.arange(T) != 5
     np.testing.assert_array_equal(clean[0][:, others], got[0][:, others])
     np.testing.assert_array_equal(clean[1][::2], got[1][::2])
@@ -148,10 +148,10 @@ def test_inverse_of_a_shared_chunk(normalize):
     g2_cum = -np.cumsum(rng.uniform(size=(1, 1, 64)), 2).astype(np.float32) / 8
 
     def t(*arrays):
-        k, beta, g2_cum = map(jnp.asarray, arrays)
+        k, beta, g2_cum = map(jnp.asarray, (arrays[0].astype(jnp.bfloat16), *arrays[1:]))
         options = dict(normalize=normalize, config=inverse.Config(1, 1, 1), interpret=INTERPRET)
-        result = inverse.gated_inverse(k.astype(jnp.bfloat16), beta, g2_cum, jnp.asarray(first), **options)
-        return np.asarray(result.t[0, 0]).astype(np.float32)
+        result = inverse.gated_inverse(k, beta, g2_cum, jnp.asarray(first), **options)
+        return np.asarray(result.t)[0, 0].astype(np.float32)
 
     clean = t(k, beta, g2_cum)
     for bad, victims in ((np.nan, (0, 6, 23)), (1e30, (5, 20, 50))):
@@ -192,7 +192,7 @@ def test_kernels(dtype, segment_chunks, monkeypatch):
     config = forward_rule.Config(segment_chunks=segment_chunks, inverse=inverse.Config(1, 1, 2))
     options = dict(scale=case.K**-0.5, interpret=INTERPRET)
     o, final, residuals = forward_rule.forward(call, config=config, **options)
-    cotangents = backward_rule.OutputCotangents(jnp.asarray(y.do), jnp.asarray(y.dh_T))
+    cotangents = backward_rule.OutputCotangents(jax.device_put(y.do), jax.device_put(y.dh_T))
     gradients = gradients_kernel.Config(ctas=2)
     config = backward_rule.Config(segments=bool(segment_chunks), gradients=gradients)
     back = backward_rule.backward(call, residuals, cotangents, config=config, **options)
@@ -280,7 +280,7 @@ def test_a_slot_of_a_request_with_a_nan_is_used_again(kind):
         y, windows = serving.causal_conv1d_verify(both, windows, weight, state_slots=slots, **accepted)
         return [*results, (o, y)], pool, windows
 
-    new = POOLS[kind](jnp.zeros((6, 1, 4, 4))), jnp.zeros((6, 3, 3))
+    new = jax.jit(lambda: (POOLS[kind](jnp.zeros((6, 1, 4, 4))), jnp.zeros((6, 3, 3))))()
     want, spoilt = serve(*new, np.float32(0)), serve(*new, np.float32(np.nan))
     assert all(np.isnan(y).any() for y in spoilt[0][0]), "the request itself"
     for good, bad in zip(want[0][1:], spoilt[0][1:], strict=True):
@@ -305,16 +305,16 @@ def test_tokens_of_requests(kind, bad):
     def arrays(*front):
         return [normal(*front, H, D) for H, D in ((1, 4), (1, 4), (2, 3))] + [normal(*front, 2) for _ in "ab"]
 
-    states, gates = normal(9, 2, 4, 3), dict(A_log=jnp.asarray(normal(2)), dt_bias=jnp.asarray(normal(2)))
+    states, rates, steps = normal(9, 2, 4, 3), normal(2), normal(2)
     slots = np.array([[0, 1], [2, 3], [4, 5]])
     one, drafts = arrays(3), arrays(3, 2)
 
-    def evaluate(one, drafts):
+    @jax.jit
+    def served(one, drafts):
         ring = kind == "ring"
-        pool = jnp.array(states)
+        pool, gates = jnp.array(states), dict(A_log=jnp.asarray(rates), dt_bias=jnp.asarray(steps))
         if ring:
             pool = serving.make_ring_pool(pool, num_key_heads=1, length=4, dtype=jnp.float32)
-        one, drafts = jax.tree.map(jnp.asarray, (one, drafts))
         o, pool = serving.decode(*one, pool, read_slots=slots[:, 0], **gates)
         named = slots[:, 0] if ring else slots
         accepted = np.ones(3, np.int32)
@@ -322,7 +322,10 @@ def test_tokens_of_requests(kind, bad):
             *drafts, pool, state_slots=named, num_accepted_tokens=accepted, **gates
         )
         pool = serving.flush(pool, slots[:, 0]).state if ring else pool
-        return tuple(map(np.asarray, (o, o_drafts, pool)))
+        return o, o_drafts, pool
+
+    def evaluate(*arrays):
+        return jax.device_get(served(*arrays))
 
     clean = evaluate(one, drafts)
     for n, where in [(n, where) for where in (0, 1) for n in range(5)]:
@@ -381,16 +384,17 @@ def test_what_segments_cost():
         return Counter(eqn.primitive.name for eqn in eqns(jaxpr) if eqn.primitive.name in names)
 
     alone = heavy(None)
-    assert alone["dot_general"] and alone["scan"] and alone == heavy(jnp.asarray(x.segment_ids))
+    assert alone["dot_general"] and alone["scan"] and alone == heavy(jax.device_put(x.segment_ids))
 
 
 @pytest.mark.slow
 def test_segments_of_other_operations():
     """States of chunks, gates of each channel and a rule without a correction; tangents too."""
-    rng, ids = np.random.default_rng(0), jnp.asarray(np.repeat([[3, 1, 3]], [9, 12, 14], 1))
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 35, 2, D), np.float32) / 2) for D in (4, 4, 3))
-    g = -jnp.asarray(rng.uniform(size=k.shape).astype(np.float32))
-    spoilt, mine = v.at[0, 10, 1, 1].set(jnp.nan), runs_of(np.asarray(ids))[0] == 1
+    rng, ids = np.random.default_rng(0), np.repeat([[3, 1, 3]], [9, 12, 14], 1)
+    q, k, v = (rng.standard_normal((1, 35, 2, D), np.float32) / 2 for D in (4, 4, 3))
+    g, mine, spoilt = -rng.uniform(size=k.shape).astype(np.float32), runs_of(ids)[0] == 1, v.copy()
+    spoilt[0, 10, 1, 1] = np.nan
+    q, k, g, ids = map(jnp.asarray, (q, k, g, ids))
     chunks = dict(segment_ids=ids, chunk_size=16)
 
     def outputs(v):
@@ -402,14 +406,17 @@ def test_segments_of_other_operations():
         return chunk_states(k, v, g.mean(-1), **chunks), delta_chunk_states(k, v, g, **chunks)
 
     tangent = jax.jit(lambda v, t: jax.jvp(outputs, (v,), (t,))[1])
-    for clean, got in (
-        *zip(jax.jit(outputs)(v), jax.jit(outputs)(spoilt), strict=True),
-        *zip(tangent(v, v), tangent(v, spoilt), strict=True),
+    for clean, got in jax.device_get(
+        (
+            *zip(jax.jit(outputs)(v), jax.jit(outputs)(spoilt), strict=True),
+            *zip(tangent(v, v), tangent(v, spoilt), strict=True),
+        )
     ):
         np.testing.assert_array_equal(clean[:, ~mine], got[:, ~mine])
         assert np.isnan(got[:, mine]).all()
     # The states before tokens 0, 16 and 32: the second one is of the segment with the NaN.
-    for clean, got in zip(jax.jit(states)(v), jax.jit(states)(spoilt), strict=True):
+    both = (jax.device_get(jax.jit(states)(values)) for values in (v, spoilt))
+    for clean, got in zip(*both, strict=True):
         np.testing.assert_array_equal(clean[:, ::2], got[:, ::2])
         assert np.isnan(got[:, 1]).all()
 
@@ -417,7 +424,7 @@ def test_segments_of_other_operations():
 @pytest.mark.slow
 def test_segments_of_a_layer():
     """Convolution, norms and rule together: a NaN in the input, and in the output's cotangent."""
-    layer = GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=nnx.Rngs(0))
+    layer = drawn(lambda rngs: GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=rngs))
     ids = np.repeat([[0, 1, 2]], [5, 9, 10], 1)
     x, dy = np.random.default_rng(0).standard_normal((2, 1, 24, 8)).astype(np.float32)
 
@@ -426,11 +433,11 @@ def test_segments_of_a_layer():
         y, vjp = jax.vjp(lambda x: layer(x, segment_ids=jnp.asarray(ids))[0], x)
         return y, vjp(dy)[0]
 
-    clean, mine = both(x, dy), ids[0] == 1
+    clean, mine = jax.device_get(both(x, dy)), ids[0] == 1
     for which, token in ((0, 13), (1, 6)):
         spoilt = [x.copy(), dy.copy()]
         spoilt[which][0, token] = np.nan
-        got = both(*spoilt)
+        got = jax.device_get(both(*spoilt))
         for a, b in zip(clean, got, strict=True):
             np.testing.assert_array_equal(a[:, ~mine], b[:, ~mine])
         assert np.isnan(got[which][:, mine]).all()

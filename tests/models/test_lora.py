@@ -2,7 +2,6 @@
 
 import hf_checkpoints
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -31,7 +30,7 @@ def load():
 
 @pytest.mark.slow
 def test_a_loaded_model_is_fine_tuned_and_written(tmp_path):
-    model, ids = load(), jnp.asarray(hf_checkpoints.expected("qwen3_5")["ids"][:, :17])
+    model, ids = load(), jax.device_put(hf_checkpoints.expected("qwen3_5")["ids"][:, :17])
     _, before = nnx.split(model)
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(before))
     add_lora(model, 2, projections=ALL, alpha=4.0, rngs=nnx.Rngs(0))
@@ -83,7 +82,7 @@ def test_it_changes_nothing_at_first():
         type(block.mlp.down_proj) for block in model.blocks
     ]
     assert set(kinds) == {LoRALinear} and not isinstance(model.blocks[0].mixer.k_proj, LoRALinear)
-    ids = jnp.asarray(hf_checkpoints.expected("qwen3_5")["ids"][:, :5])
+    ids = jax.device_put(hf_checkpoints.expected("qwen3_5")["ids"][:, :5])
     call = nnx.jit(lambda model: model(ids)[0])
     np.testing.assert_array_equal(call(model), call(load()))
 
@@ -97,9 +96,9 @@ def test_the_change_is_alpha_over_the_rank(alpha, scale):
     changed = model.blocks[0].mlp.down_proj
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((kernel.shape[0], 3)), rng.standard_normal((3, kernel.shape[1]))
-    changed.a[...], changed.b[...] = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    changed.a[...], changed.b[...] = jax.device_put((a.astype(np.float32), b.astype(np.float32)))
     x = rng.standard_normal((5, kernel.shape[0]))
-    got = changed(jnp.asarray(x, jnp.float32))
+    got = nnx.jit(lambda layer, x: layer(x))(changed, x.astype(np.float32))
     np.testing.assert_allclose(got, x @ (kernel + scale * a @ b), rtol=1e-4, atol=1e-4)
 
 

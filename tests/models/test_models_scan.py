@@ -44,9 +44,11 @@ def deep(**options):
     ],
 )
 def test_a_scan_over_blocks_changes_nothing(remat, masked):
-    row, results = jnp.asarray(tokens(2, 16)), []
-    mask = jnp.asarray(np.arange(16) < np.array([[16], [10]]))
-    options = {"mask": mask, "segment_ids": jnp.asarray(np.arange(32).reshape(2, 16) // 6)} if masked else {}
+    row, results = jax.device_put(tokens(2, 16)), []
+    mask = jax.device_put(np.arange(16) < np.array([[16], [10]]))
+    options = (
+        {"mask": mask, "segment_ids": jax.device_put(np.arange(32).reshape(2, 16) // 6)} if masked else {}
+    )
     for scan in (False, True):
         graphdef, params = deep(scan_layers=scan, num_layers=2, remat=remat, implementation="chunked")
         f = jax.jit(jax.value_and_grad(loss_of(graphdef, row, **options)))
@@ -57,7 +59,7 @@ def test_a_scan_over_blocks_changes_nothing(remat, masked):
 @pytest.mark.crossed
 def test_other_derivatives_of_a_scan_over_blocks():
     """Forward mode, forward over reverse, and gradients side by side."""
-    row, results = jnp.asarray(tokens(2, 5)), []
+    row, results = jax.device_put(tokens(2, 5)), []
     for scan in (False, True):
         graphdef, params = deep(scan_layers=scan, num_layers=2)
         loss = loss_of(graphdef, row)
@@ -79,7 +81,7 @@ def test_other_derivatives_of_a_scan_over_blocks():
 @pytest.mark.slow
 def test_a_deeper_model_is_no_larger_a_program():
     """Weights come in and gradients go out one by one, which costs a few operations each."""
-    row = jnp.asarray(tokens(2, 32))
+    row = jax.device_put(tokens(2, 32))
 
     def program(num_layers, **options):
         graphdef, params = nnx.split(
@@ -120,7 +122,7 @@ def test_what_remat_keeps():
     """Bytes between the passes, and those of a compiled gradient, from below and from above: of two blocks, and what
     a third one adds. XLA plans memory before LLVM comes in: with all optimisations the bytes are the same."""
     B, T, D, HO, K = 2, 256, 64, 2, 32
-    row = jnp.asarray(tokens(B, T))
+    row = jax.device_put(tokens(B, T))
 
     def bytes_of(num_layers, remat):
         """Bytes that the passes hand over, that a compiled gradient needs, and of the weights but for the embedding,
@@ -187,7 +189,7 @@ def test_remat_rule_runs_no_kernel_twice(B, T, monkeypatch):
 @pytest.mark.slow
 def test_residual_stream_in_bfloat16():
     """The stream between the blocks has the asked dtype; the float32 logits stay near those of a float32 stream."""
-    row, results = jnp.asarray(tokens(2, 9)), {}
+    row, results = jax.device_put(tokens(2, 9)), {}
     for dtype in ("float32", "bfloat16"):
         model = make(residual_dtype=dtype, scan_layers=True)
         results[dtype] = call(model, row)[0]

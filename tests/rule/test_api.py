@@ -24,8 +24,12 @@ SMALL = cases.Case("api", T=5, B=2, heads=(2, 2, 4), K=6, V=3)
 
 
 def arguments(case=SMALL, dtype="float32", **change):
-    x = {name: jnp.asarray(y) for name, y in cases.inputs(case, dtype).arguments.items()} | change
-    return {name: y for name, y in x.items() if y is not None}
+    return on_device(cases.inputs(case, dtype).arguments | change)
+
+
+def on_device(x):
+    """NumPy arrays as JAX's, where there are some: nothing is compiled for that."""
+    return {name: jax.device_put(y) for name, y in x.items() if y is not None}
 
 
 def test_positional_order():
@@ -243,7 +247,7 @@ ERRORS = {
 
 def changed(change):
     call = {name: y for name, y in (X.arguments | change).items() if y is not None}
-    return {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in call.items()}
+    return {name: jax.device_put(y) if isinstance(y, np.ndarray) else y for name, y in call.items()}
 
 
 def _exceptions(kind: type = BaseException) -> set[type]:
@@ -314,7 +318,7 @@ def test_step_errors(name, no_type_checks):
         | {"state": X.initial_state}
         | change
     )
-    call = {key: jnp.asarray(y) if isinstance(y, np.ndarray) else y for key, y in call.items()}
+    call = {key: jax.device_put(y) if isinstance(y, np.ndarray) else y for key, y in call.items()}
     with pytest.raises(ValueError, match=rf"^{argument}: expected .*{expected}.*, got .*{got}"):
         gdn_jax.gated_delta_step(**call)
 
@@ -340,21 +344,27 @@ def finish(call, *arguments):
     jax.effects_barrier()
 
 
+def with_number(g, number):
+    g = g.copy()
+    g[1, 3, 2] = number
+    return g
+
+
 RUN_TIME = {
-    "positive-g": (lambda x: x | {"g": x["g"].at[1, 3, 2].set(0.5)}, "g: expected .*<= 0.*, got .*0.5"),
-    "alpha-for-g": (lambda x: x | {"g": jnp.exp(x["g"])}, "g: expected .*log_decay_from_alpha"),
-    "nan-g": (lambda x: x | {"g": x["g"].at[1, 3, 2].set(jnp.nan)}, "g: expected .*, got .*nan"),
+    "positive-g": (lambda x: x | {"g": with_number(x["g"], 0.5)}, "g: expected .*<= 0.*, got .*0.5"),
+    "alpha-for-g": (lambda x: x | {"g": np.exp(x["g"])}, "g: expected .*log_decay_from_alpha"),
+    "nan-g": (lambda x: x | {"g": with_number(x["g"], np.nan)}, "g: expected .*, got .*nan"),
     "long-keys": (
         lambda x: x | {"k": 6 * x["k"]},
         r"k: expected keys of unit length.*use_qk_l2norm=True.*, got a largest beta \|k\|\^2 of [1-9]",
     ),
-    "descending": (lambda x: x | {"cu_seqlens": jnp.array([0, 4, 2, 5])}, "cu_seqlens: expected .*ascending"),
-    "late-start": (lambda x: x | {"cu_seqlens": jnp.array([1, 2, 2, 5])}, "cu_seqlens: expected .* 0"),
-    "beyond-the-row": (lambda x: x | {"cu_seqlens": jnp.array([0, 2, 2, 6])}, "cu_seqlens: expected .*5"),
+    "descending": (lambda x: x | {"cu_seqlens": np.array([0, 4, 2, 5])}, "cu_seqlens: expected .*ascending"),
+    "late-start": (lambda x: x | {"cu_seqlens": np.array([1, 2, 2, 5])}, "cu_seqlens: expected .* 0"),
+    "beyond-the-row": (lambda x: x | {"cu_seqlens": np.array([0, 2, 2, 6])}, "cu_seqlens: expected .*5"),
 }
 CORRECT = {
-    False: arguments(),
-    True: arguments(cases.Case("api-packed", T=5, B=1, lengths=(2, 1, 2), K=6, V=3)),
+    False: X.arguments,
+    True: cases.inputs(cases.Case("api-packed", T=5, B=1, lengths=(2, 1, 2), K=6, V=3)).arguments,
 }
 
 
@@ -369,9 +379,9 @@ def test_run_time_checks(name, compiled, run_time_checks):
         return gdn_jax.gated_delta_rule(**x, implementation="recurrent")
 
     call = jax.jit(call) if compiled else call
-    finish(call, x)
+    finish(call, on_device(x))
     with pytest.raises(jax.errors.JaxRuntimeError if compiled else ValueError, match=text):
-        finish(call, change(x))
+        finish(call, on_device(change(x)))
 
 
 @pytest.mark.parametrize("name", RUN_TIME)
@@ -379,14 +389,14 @@ def test_run_time_checks_of_chunk_states(name, run_time_checks):
     change, text = RUN_TIME[name]
     x = CORRECT[name not in ("positive-g", "alpha-for-g", "nan-g")]
     call = jax.jit(lambda x: gdn_jax.chunk_states(**{key: y for key, y in x.items() if key != "q"}))
-    finish(call, x)
+    finish(call, on_device(x))
     with pytest.raises(Exception, match=text):
-        finish(call, change(x))
+        finish(call, on_device(change(x)))
 
 
 def test_heads_before_tokens_where_both_fit():
     """A warning with the checks switched on, as few tokens of many heads may be meant."""
-    x = jnp.zeros((1, 3, 8, 4))
+    x = jax.device_put(np.zeros((1, 3, 8, 4), f32))
 
     def call():
         return jax.eval_shape(lambda: gdn_jax.gated_delta_rule(x, x, x))  # a new function is traced again
@@ -402,13 +412,14 @@ def test_heads_before_tokens_where_both_fit():
 
 
 def test_run_time_checks_are_off_by_default():
+    call = jax.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation="recurrent"))
     for name, (change, _) in RUN_TIME.items():
         x = CORRECT[name not in ("positive-g", "alpha-for-g", "nan-g")]
-        finish(jax.jit(lambda x: gdn_jax.gated_delta_rule(**x, implementation="recurrent")), change(x))
+        finish(call, on_device(change(x)))
 
 
 def test_run_time_checks_keep_the_gradients(run_time_checks):
-    x = CORRECT[False]
+    x = on_device(CORRECT[False])
 
     def loss(v):
         return gdn_jax.gated_delta_rule(**{**x, "v": v}, implementation="recurrent")[0].sum()
@@ -435,17 +446,20 @@ def test_a_first_call_compiles_once():
 
 @pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
 def test_empty_batch(implementation):
-    q, k, v = (jnp.zeros((0, 70, 2, 8)) for _ in range(3))
-    o, final = gdn_jax.gated_delta_rule(q, k, v, implementation=implementation)
+    @jax.jit
+    def run(q, k, v):
+        return gdn_jax.gated_delta_rule(q, k, v, implementation=implementation), gdn_jax.chunk_states(k, v)
+
+    (o, final), states = run(*(np.zeros((0, 70, 2, 8), f32) for _ in range(3)))
     assert o.shape == (0, 70, 2, 8) and final.shape == (0, 2, 8, 8)
-    assert gdn_jax.chunk_states(k, v).shape == (0, 2, 2, 8, 8)
+    assert states.shape == (0, 2, 2, 8, 8)
 
 
 @pytest.mark.parametrize("borders", [[10, 20, 5], [0, 30, 20, 40], [5, 30, 40], [0, -3, 40], [0, 41]])
 @pytest.mark.parametrize("function", ["gated_delta_rule", "chunk_states"])
 def test_known_borders_are_checked(function, borders, no_type_checks):
     """Lengths instead of offsets, among others, which would give rows of zeros."""
-    arrays = (jnp.zeros((1, 40, 1, 4)),) * (3 if function == "gated_delta_rule" else 2)
+    arrays = (jax.device_put(np.zeros((1, 40, 1, 4), f32)),) * (3 if function == "gated_delta_rule" else 2)
     with pytest.raises(
         ValueError, match=r"^cu_seqlens: expected ascending values from 0 to at most T = 40, got"
     ):
@@ -464,14 +478,14 @@ def test_known_borders_are_checked(function, borders, no_type_checks):
     ],
 )
 def test_options_of_a_wrong_kind(options, message, no_type_checks):
-    x = jnp.zeros((1, 4, 1, 4))
+    x = jax.device_put(np.zeros((1, 4, 1, 4), f32))
     with pytest.raises(ValueError, match="^" + message):
         gdn_jax.gated_delta_rule(x, x, x, **options)
 
 
 @pytest.mark.parametrize("state", [None, np.zeros((1, 1, 4, 5)), np.zeros((1, 1, 4, 4), int)])
 def test_state_of_a_step_is_called_state(state, no_type_checks):
-    x = jnp.zeros((1, 1, 4))
+    x = jax.device_put(np.zeros((1, 1, 4), f32))
     with pytest.raises(ValueError, match=r"^state: expected"):
         gdn_jax.gated_delta_step(x, x, x, None, None, state)
 

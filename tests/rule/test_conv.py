@@ -34,23 +34,29 @@ def close(got, want, tolerance):
 @pytest.mark.parametrize("W", [2, 3, 4])
 @pytest.mark.parametrize("T", [2, 7])
 def test_whole_rows(W, T):
+    """And their first token by itself, under every option."""
     rng = np.random.default_rng(W * 10 + T)
     x, weight, bias, state = make(rng, 2, T, 5, W)
-    for use_bias, activation, use_state in itertools.product((0, 1), ("silu", None), (0, 1)):
-        b = bias if use_bias else None
-        s = state if use_state else None
-        y, final = causal_conv1d(
-            jnp.asarray(x),
-            jnp.asarray(weight),
-            None if b is None else jnp.asarray(b),
-            activation=activation,
-            initial_state=None if s is None else jnp.asarray(s),
-        )
+    cases = list(itertools.product((bias, None), ("silu", None), (state, None)))
+
+    @jax.jit
+    def run(x, weight):
+        results = []
+        for b, activation, s in cases:
+            b, s = (None if y is None else jnp.asarray(y) for y in (b, s))
+            row = causal_conv1d(x, weight, b, activation=activation, initial_state=s)
+            past = jnp.zeros(state.shape) if s is None else s
+            results.append((*row, causal_conv1d_update(x[:, 0], past, weight, b, activation=activation)[0]))
+        return results
+
+    results = jax.device_get(run(x, weight))
+    for (b, activation, s), (y, final, token) in zip(cases, results, strict=True):
         for n in range(2):
             want, want_final = conv_oracle(
-                x[n], weight, b, activation, state[n] if use_state else 0 * state[n]
+                x[n], weight, b, activation, 0 * state[n] if s is None else state[n]
             )
             close(y[n], want, F32)
+            close(token[n], want[0], F32)
             np.testing.assert_array_equal(final[n], want_final.astype(np.float32))
 
 
@@ -65,8 +71,10 @@ def test_cu_seqlens_equals_separate(W, use_state):
     N, T = len(LENGTHS), cu[-1] + 3
     x, weight, bias, state = make(rng, 1, T, 4, W, N)
     x[:, cu[-1] :] = np.nan  # padding may hold anything
-    y, final = jax.jit(causal_conv1d)(
-        x, weight, bias, initial_state=state if use_state else None, cu_seqlens=cu.astype(np.int32)
+    y, final = jax.device_get(
+        jax.jit(causal_conv1d)(
+            x, weight, bias, initial_state=state if use_state else None, cu_seqlens=cu.astype(np.int32)
+        )
     )
     for n in range(N):
         want, want_final = conv_oracle(
@@ -87,8 +95,8 @@ def test_segment_ids_equals_separate(W, use_state):
     )
     B, T = ids.shape
     x, weight, bias, state = make(rng, B, T, 3, W)
-    y, final = jax.jit(causal_conv1d)(
-        x, weight, bias, initial_state=state if use_state else None, segment_ids=ids
+    y, final = jax.device_get(
+        jax.jit(causal_conv1d)(x, weight, bias, initial_state=state if use_state else None, segment_ids=ids)
     )
     for n in range(B):
         cuts = [0, *(np.flatnonzero(np.diff(ids[n])) + 1), T]
@@ -102,36 +110,41 @@ def test_segment_ids_equals_separate(W, use_state):
 
 def test_splitting_anywhere_and_token_by_token():
     rng = np.random.default_rng(0)
-    x, weight, bias, state = (jnp.asarray(a) for a in make(rng, 2, 6, 3, 4))
-    y, final = causal_conv1d(x, weight, bias, initial_state=state)
-    for cut in range(7):
-        left, middle = causal_conv1d(x[:, :cut], weight, bias, initial_state=state)
-        right, last = causal_conv1d(x[:, cut:], weight, bias, initial_state=middle)
-        close(jnp.concatenate([left, right], axis=1), y, F32)
+
+    @jax.jit
+    def run(x, weight, bias, state):
+        whole, halves, tokens = causal_conv1d(x, weight, bias, initial_state=state), [], []
+        for cut in range(7):
+            left, middle = causal_conv1d(x[:, :cut], weight, bias, initial_state=state)
+            right, last = causal_conv1d(x[:, cut:], weight, bias, initial_state=middle)
+            halves.append((jnp.concatenate([left, right], axis=1), last))
+        for t in range(6):
+            token, state = causal_conv1d_update(x[:, t], state, weight, bias)
+            tokens.append(token)
+        return whole, [*halves, (jnp.stack(tokens, axis=1), state)]
+
+    (y, final), pieces = run(*make(rng, 2, 6, 3, 4))
+    for got, last in pieces:
+        close(got, y, F32)
         np.testing.assert_array_equal(last, final)
-    carried = state
-    for t in range(6):
-        token, carried = causal_conv1d_update(x[:, t], carried, weight, bias)
-        close(token, y[:, t], F32)
-    np.testing.assert_array_equal(carried, final)
 
 
 def test_dtypes():
     rng = np.random.default_rng(1)
     x, weight, _, state = make(rng, 2, 9, 4, 4)
-    x16, weight16 = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
-    y, final = causal_conv1d(x16, weight16)
+    x16, weight16 = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    y, final = jax.jit(causal_conv1d)(x16, weight16)
     assert y.dtype == final.dtype == jnp.bfloat16
     want, _ = conv_oracle(x16[0], weight16, None, "silu", 0 * state[0])
-    close(y[0], want, BF16)
-    y, final = causal_conv1d(x16, weight16, initial_state=jnp.asarray(state))
+    close(np.asarray(y)[0], want, BF16)
+    y, final = jax.eval_shape(causal_conv1d, x16, weight16, initial_state=state)
     assert y.dtype == jnp.bfloat16 and final.dtype == jnp.float32
-    y, final = causal_conv1d_update(x16[:, 0], jnp.asarray(state), weight16)
+    y, final = jax.eval_shape(causal_conv1d_update, x16[:, 0], state, weight16)
     assert y.dtype == jnp.bfloat16 and final.dtype == jnp.float32
     with jax.enable_x64(True):
-        y, final = causal_conv1d(jnp.asarray(x, jnp.float64), jnp.asarray(weight, jnp.float64))
+        y, final = jax.jit(causal_conv1d)(x.astype(np.float64), weight.astype(np.float64))
         assert y.dtype == final.dtype == jnp.float64
-        close(y[0], conv_oracle(x[0], weight, None, "silu", 0 * state[0])[0], 1e-14)
+        close(np.asarray(y)[0], conv_oracle(x[0], weight, None, "silu", 0 * state[0])[0], 1e-14)
 
 
 @pytest.mark.parametrize("packing", ["cu_seqlens", "segment_ids", None])
@@ -143,7 +156,7 @@ def test_a_float32_state_keeps_its_digits_beside_bfloat16(packing):
     x = x.astype(jnp.bfloat16)
     packings = {"cu_seqlens": np.array([0, 1], np.int32), "segment_ids": np.zeros((1, 1), np.int32)}
     options = {packing: packings[packing]} if packing else {}
-    y, final = jax.jit(causal_conv1d)(x, weight, initial_state=state, **options)
+    y, final = jax.device_get(jax.jit(causal_conv1d)(x, weight, initial_state=state, **options))
     want, want_final = conv_oracle(x[0], weight, None, "silu", state[0])
     np.testing.assert_array_equal(final[0], want_final.astype(np.float32))
     close(y[0], want.astype(np.float32).astype(jnp.bfloat16), F32)  # rounded once, at the end
@@ -169,11 +182,11 @@ def test_gradients(packing):
     rng = np.random.default_rng(2)
     cuts = [0, 2, 2, 7, 8] if packing == "cu_seqlens" else [0, 8]
     N = len(cuts) - 1
-    arrays = tuple(jnp.asarray(a) for a in make(rng, 1, 8, 3, 4, N))
-    dy, dfinal = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 8, 3), (N, 3, 3)))
+    arrays = make(rng, 1, 8, 3, 4, N)
+    dy, dfinal = (rng.standard_normal(s).astype(np.float32) for s in ((1, 8, 3), (N, 3, 3)))
     options = {
-        "cu_seqlens": {"cu_seqlens": jnp.array(cuts)},
-        "segment_ids": {"segment_ids": jnp.zeros((1, 8), jnp.int32)},
+        "cu_seqlens": {"cu_seqlens": jax.device_put(np.array(cuts))},
+        "segment_ids": {"segment_ids": jax.device_put(np.zeros((1, 8), np.int32))},
         None: {},
     }[packing]
 
@@ -193,29 +206,29 @@ def test_gradients(packing):
 
 @pytest.mark.slow
 def test_padding_of_nan_gives_finite_gradients():
-    x = jnp.ones((1, 6, 2)).at[:, 4:].set(jnp.nan)
-    weight = jnp.ones((2, 3))
+    x, weight = np.ones((1, 6, 2), np.float32), np.ones((2, 3), np.float32)
+    x[:, 4:] = np.nan
 
     def loss(x, weight):
         y, final = causal_conv1d(x, weight, cu_seqlens=jnp.array([0, 1, 4]))
         return y.sum() + final.sum()
 
-    dx, dw = jax.grad(loss, argnums=(0, 1))(x, weight)
-    assert np.all(np.isfinite(dx)) and np.all(np.isfinite(dw)) and np.all(np.asarray(dx[:, 4:]) == 0)
+    dx, dw = jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1)))(x, weight))
+    assert np.all(np.isfinite(dx)) and np.all(np.isfinite(dw)) and np.all(dx[:, 4:] == 0)
 
 
 @pytest.mark.slow
 def test_vmap_of_packed_rows():
     rng = np.random.default_rng(3)
     x = rng.standard_normal((3, 1, 8, 2)).astype(np.float32)
-    weight = jnp.asarray(rng.standard_normal((2, 4)), jnp.float32)
+    weight = rng.standard_normal((2, 4)).astype(np.float32)
     cu = np.array([[0, 3, 8], [0, 0, 5], [0, 8, 8]], np.int32)
 
     @jax.jit
     def run(x, cu):
-        return causal_conv1d(x, weight, cu_seqlens=cu)
+        return causal_conv1d(x, jnp.asarray(weight), cu_seqlens=cu)
 
-    y, final = jax.jit(jax.vmap(run))(x, cu)
+    y, final = jax.device_get(jax.jit(jax.vmap(run))(x, cu))
     for i in range(3):
         want = run(x[i], cu[i])
         close(y[i], want[0], F32)
@@ -227,14 +240,20 @@ def test_thousands_of_sequences():
     lengths = rng.integers(0, 4, 3000)
     cu = np.cumsum([0, *lengths])
     x, weight, _, state = make(rng, 1, cu[-1], 2, 4, 3000)
-    y, final = jax.jit(causal_conv1d)(x, weight, initial_state=state, cu_seqlens=cu.astype(np.int32))
+    run = jax.jit(causal_conv1d)
+    y, final = jax.device_get(run(x, weight, initial_state=state, cu_seqlens=cu.astype(np.int32)))
     for n in (0, 1, 1499, 2998, 2999):
         want, want_final = conv_oracle(x[0, cu[n] : cu[n + 1]], weight, None, "silu", state[n])
         close(y[0, cu[n] : cu[n + 1]], want, F32)
         np.testing.assert_array_equal(final[n], want_final.astype(np.float32))
 
 
-X, WEIGHT, ROW = jnp.zeros((2, 5, 3)), jnp.zeros((3, 4)), jnp.zeros((1, 5, 3))
+def zeros(*shape, dtype=np.float32):
+    """In NumPy: nothing is compiled where the tests are collected."""
+    return np.zeros(shape, dtype)
+
+
+X, WEIGHT, ROW = zeros(2, 5, 3), zeros(3, 4), zeros(1, 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -243,35 +262,35 @@ X, WEIGHT, ROW = jnp.zeros((2, 5, 3)), jnp.zeros((3, 4)), jnp.zeros((1, 5, 3))
         ("x: expected shape", X[0], WEIGHT, {}),
         ("x: expected dtype", X.astype(int), WEIGHT, {}),
         ("weight: expected shape", X, WEIGHT.T, {}),
-        ("weight: expected width W = 2 to 4, got 5", X, jnp.zeros((3, 5)), {}),
-        ("weight: expected width W = 2 to 4, got 1", X, jnp.zeros((3, 1)), {}),
-        ("bias: expected shape", X, WEIGHT, {"bias": jnp.zeros(4)}),
+        ("weight: expected width W = 2 to 4, got 5", X, zeros(3, 5), {}),
+        ("weight: expected width W = 2 to 4, got 1", X, zeros(3, 1), {}),
+        ("bias: expected shape", X, WEIGHT, {"bias": zeros(4)}),
         ("activation: expected one of 'silu', None, got 'relu'", X, WEIGHT, {"activation": "relu"}),
-        ("initial_state: expected shape", X, WEIGHT, {"initial_state": jnp.zeros((2, 3, 4))}),
-        ("initial_state: expected dtype", X, WEIGHT, {"initial_state": jnp.zeros((2, 3, 3), int)}),
+        ("initial_state: expected shape", X, WEIGHT, {"initial_state": zeros(2, 3, 4)}),
+        ("initial_state: expected dtype", X, WEIGHT, {"initial_state": zeros(2, 3, 3, dtype=int)}),
         (
             "cu_seqlens: expected packed rows with B = 1, got B = 2",
             X,
             WEIGHT,
-            {"cu_seqlens": jnp.array([0, 5])},
+            {"cu_seqlens": np.array([0, 5])},
         ),
-        ("cu_seqlens: expected an integer dtype", ROW, WEIGHT, {"cu_seqlens": jnp.array([0.0, 5.0])}),
+        ("cu_seqlens: expected an integer dtype", ROW, WEIGHT, {"cu_seqlens": np.array([0.0, 5.0])}),
         ("cu_seqlens: expected ascending values from 0", ROW, WEIGHT, {"cu_seqlens": np.array([0, 9, 3])}),
         ("cu_seqlens: expected ascending values from 0", ROW, WEIGHT, {"cu_seqlens": np.array([3, 5])}),
-        ("cu_seqlens: expected at least two entries", ROW, WEIGHT, {"cu_seqlens": jnp.array([0])}),
-        ("segment_ids: expected shape", X, WEIGHT, {"segment_ids": jnp.zeros((2, 4), int)}),
-        ("segment_ids: expected an integer dtype", X, WEIGHT, {"segment_ids": jnp.zeros((2, 5))}),
+        ("cu_seqlens: expected at least two entries", ROW, WEIGHT, {"cu_seqlens": np.array([0])}),
+        ("segment_ids: expected shape", X, WEIGHT, {"segment_ids": zeros(2, 4, dtype=int)}),
+        ("segment_ids: expected an integer dtype", X, WEIGHT, {"segment_ids": zeros(2, 5)}),
         (
             "cu_seqlens: expected at most one of cu_seqlens and segment_ids",
             ROW,
             WEIGHT,
-            {"cu_seqlens": jnp.array([0, 5]), "segment_ids": jnp.zeros((1, 5), int)},
+            {"cu_seqlens": np.array([0, 5]), "segment_ids": zeros(1, 5, dtype=int)},
         ),
         (
             "initial_state: expected shape",
             ROW,
             WEIGHT,
-            {"cu_seqlens": jnp.array([0, 2, 5]), "initial_state": jnp.zeros((1, 3, 3))},
+            {"cu_seqlens": np.array([0, 2, 5]), "initial_state": zeros(1, 3, 3)},
         ),
     ],
 )
@@ -283,15 +302,17 @@ def test_errors(message, x, weight, options):
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_offsets_of_a_narrow_dtype():
-    x, cu = jnp.ones((1, 200, 3)), np.array([0, 100])
-    want = causal_conv1d(x, WEIGHT, cu_seqlens=cu)
-    for offsets in (cu.astype(np.int8), jnp.asarray(cu, jnp.int8)):
-        jax.tree.map(np.testing.assert_array_equal, causal_conv1d(x, WEIGHT, cu_seqlens=offsets), want)
+    x, cu = np.ones((1, 200, 3), np.float32), np.array([0, 100])
+    want = jax.jit(causal_conv1d)(x, WEIGHT, cu_seqlens=cu)
+    given = jax.jit(causal_conv1d)(x, WEIGHT, cu_seqlens=cu.astype(np.int8))
+    known = jax.jit(lambda x: causal_conv1d(x, WEIGHT, cu_seqlens=cu.astype(np.int8)))(x)
+    for got in (given, known):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_update_errors():
     with pytest.raises(ValueError, match="state: expected shape"):
-        causal_conv1d_update(X[:, 0], jnp.zeros((2, 3, 4)), WEIGHT)
+        causal_conv1d_update(X[:, 0], zeros(2, 3, 4), WEIGHT)
     with pytest.raises(ValueError, match="x: expected shape"):
-        causal_conv1d_update(X, jnp.zeros((2, 3, 3)), WEIGHT)
+        causal_conv1d_update(X, zeros(2, 3, 3), WEIGHT)

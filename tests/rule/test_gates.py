@@ -22,7 +22,7 @@ def test_log_decay(dtype):
     )
     a = a.astype(dtype)
     A_log, dt_bias = np.log([1e-3, 0.5, 4, 16]).astype(np.float32), np.array([-7, -2, 0, 1.0], np.float32)
-    g = gdn_jax.log_decay(jnp.asarray(a), jnp.asarray(A_log), jnp.asarray(dt_bias))
+    g = np.asarray(jax.jit(gdn_jax.log_decay)(a, A_log, dt_bias))
     expected = -np.exp(A_log.astype(np.float64)) * np.logaddexp(0, a.astype(np.float64) + dt_bias)
     assert g.dtype == jnp.float32 and (g <= 0).all()
     np.testing.assert_allclose(g, expected, rtol=EXACT)
@@ -30,18 +30,19 @@ def test_log_decay(dtype):
 
 def test_log_decay_of_the_slowest_head_survives_bfloat16():
     """g = -1e-6: computed in bfloat16, 1 + exp(-14) would round to 1 and the head would never forget."""
-    a, zero = jnp.full((1, 1), -13.8, jnp.bfloat16), jnp.zeros(1, jnp.bfloat16)
-    g = gdn_jax.log_decay(a, zero, zero)
-    assert_close(-np.log1p(np.exp(np.asarray(a).astype(np.float64))), g, EXACT)
+    a, zero = np.full((1, 1), -13.8, ml_dtypes.bfloat16), np.zeros(1, ml_dtypes.bfloat16)
+    g = jax.jit(gdn_jax.log_decay)(a, zero, zero)
+    assert_close(-np.log1p(np.exp(a.astype(np.float64))), g, EXACT)
 
 
 def test_write_strength():
     b = np.linspace(-20, 20, 41).astype(np.float32)
     expected = 1 / (1 + np.exp(-b.astype(np.float64)))
-    np.testing.assert_allclose(gdn_jax.write_strength(jnp.asarray(b)), expected, rtol=EXACT)
-    doubled = gdn_jax.write_strength(jnp.asarray(b), allow_neg_eigval=True)
+    write_strength = gdn_jax.write_strength
+    plain, doubled = jax.jit(lambda b: (write_strength(b), write_strength(b, allow_neg_eigval=True)))(b)
+    np.testing.assert_allclose(plain, expected, rtol=EXACT)
     np.testing.assert_allclose(doubled, 2 * expected, rtol=EXACT)
-    low = gdn_jax.write_strength(jnp.asarray(b, jnp.bfloat16))
+    low = jax.eval_shape(write_strength, b.astype(ml_dtypes.bfloat16))
     assert low.dtype == jnp.float32
 
 
@@ -50,57 +51,66 @@ def test_l2norm(dtype):
     """x rsqrt(sum x^2 + eps), computed in float32, in the dtype of x; a vector of zeros stays one."""
     x = (SAMPLE.standard_normal((4, 7, 64)) * 10.0 ** SAMPLE.integers(-3, 4, (4, 7, 1))).astype(dtype)
     x[0, 0] = 0
-    y = gdn_jax.l2norm(jnp.asarray(x))
+    y = jax.jit(gdn_jax.l2norm)(x)
     x64 = x.astype(np.float64)
     assert y.dtype == dtype
     expected = x64 / np.sqrt((x64**2).sum(-1, keepdims=True) + 1e-6)
     assert_close(expected, y, EXACT if dtype == np.float32 else tolerance("o", "bfloat16"))
-    assert np.isfinite(jax.grad(lambda x: gdn_jax.l2norm(x).sum())(jnp.zeros(8))).all()
+    gradient = jax.jit(jax.grad(lambda x: gdn_jax.l2norm(x).sum()))(np.zeros(8, np.float32))
+    assert np.isfinite(gradient).all()
 
 
 def test_converters():
     """There and back; 0 is a full reset, 1 is no decay."""
-    alpha = jnp.array([0.0, 1e-30, 0.3, 0.999, 1.0])
-    g = gdn_jax.log_decay_from_alpha(alpha)
-    assert g[0] == -jnp.inf and g[-1] == 0
-    assert_close(np.log(np.asarray(alpha[1:], np.float64)), g[1:], EXACT)
-    assert_close(alpha, gdn_jax.alpha_from_log_decay(g), EXACT)
+    alpha = np.array([0.0, 1e-30, 0.3, 0.999, 1.0], np.float32)
+
+    @jax.jit
+    def there_and_back(alpha):
+        g = gdn_jax.log_decay_from_alpha(alpha)
+        return g, gdn_jax.alpha_from_log_decay(g)
+
+    g, back = jax.device_get(there_and_back(alpha))
+    assert g[0] == -np.inf and g[-1] == 0
+    assert_close(np.log(alpha[1:].astype(np.float64)), g[1:], EXACT)
+    assert_close(alpha, back, EXACT)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_converters_compute_in_float32(dtype):
     """Whatever is given: g of a narrow alpha, and alpha of a narrow g, have the digits of float32."""
     alpha = np.array([0.004, 0.3, 0.75, 0.99, 0.996], dtype)
-    g = gdn_jax.log_decay_from_alpha(jnp.asarray(alpha))
+    g = jax.jit(gdn_jax.log_decay_from_alpha)(alpha)
     assert g.dtype == jnp.float32
     assert_close(np.log(alpha.astype(np.float64)), g, EXACT)
     narrow = np.array([-5.5, -0.3, -0.01, -0.004], dtype)
-    back = gdn_jax.alpha_from_log_decay(jnp.asarray(narrow))
+    back = jax.jit(gdn_jax.alpha_from_log_decay)(narrow)
     assert back.dtype == jnp.float32
     assert_close(np.exp(narrow.astype(np.float64)), back, EXACT)
 
 
 def test_double_precision():
     with jax.enable_x64(True):
-        a = jnp.asarray(SAMPLE.standard_normal((2, 3)))
-        zero = jnp.zeros(3)
-        for y in (
-            gdn_jax.log_decay(a, zero, zero),
-            gdn_jax.write_strength(a),
-            gdn_jax.l2norm(a),
-            gdn_jax.alpha_from_log_decay(-(a**2)),
-        ):
-            assert y.dtype == jnp.float64
-        expected = -np.logaddexp(0, np.asarray(a))
-        np.testing.assert_allclose(gdn_jax.log_decay(a, zero, zero), expected, rtol=1e-14)
+        a = SAMPLE.standard_normal((2, 3))
+
+        @jax.jit
+        def run(a):
+            zero, g = jnp.zeros(3), gdn_jax.alpha_from_log_decay(-(a**2))
+            return gdn_jax.log_decay(a, zero, zero), gdn_jax.write_strength(a), gdn_jax.l2norm(a), g
+
+        got = run(a)
+    norm = np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
+    expected = -np.logaddexp(0, a), 1 / (1 + np.exp(-a)), a / norm, np.exp(-(a**2))
+    for y, want in zip(got, expected, strict=True):
+        assert y.dtype == jnp.float64
+        np.testing.assert_allclose(y, want, rtol=1e-14)
 
 
 def test_gradients_are_finite_in_the_tails():
     def loss(a, A_log, dt_bias):
         return gdn_jax.log_decay(a, A_log, dt_bias).sum()
 
-    a = jnp.array([[-1e4, -50.0, 0.0, 50.0, 1e4]])
-    for gradient in jax.grad(loss, (0, 1, 2))(a, jnp.zeros(5), jnp.zeros(5)):
+    a, zeros = np.array([[-1e4, -50.0, 0.0, 50.0, 1e4]], np.float32), np.zeros(5, np.float32)
+    for gradient in jax.jit(jax.grad(loss, (0, 1, 2)))(a, zeros, zeros):
         assert np.isfinite(gradient).all()
 
 
@@ -110,6 +120,7 @@ def test_gradients_are_finite_in_the_tails():
 )
 def test_what_is_no_floating_array_is_refused(x, got):
     calls = (gates.l2norm, gates.log_decay_from_alpha, gates.alpha_from_log_decay, gates.write_strength)
-    for f in (*calls, lambda x: gates.log_decay(x, jnp.ones(3), jnp.ones(3))):
+    rate = jax.device_put(np.ones(3, np.float32))
+    for f in (*calls, lambda x: gates.log_decay(x, rate, rate)):
         with pytest.raises(ValueError, match=f"expected .*float.*, got {got}"):
             f(x)

@@ -109,7 +109,7 @@ def test_unused_output(implementation):
         first = jax.grad(lambda *a: jnp.vdot(call(*a)[0], x.do), argnums=(0, 1, 2))(k, g, h_0)
         return first, jax.grad(lambda *a: jnp.vdot(call(*a)[1], x.dh_T), argnums=(0, 1, 2))(k, g, h_0)
 
-    x = x._replace(q=jnp.asarray(x.q), v=jnp.asarray(x.v))
+    x = x._replace(q=jax.device_put(x.q), v=jax.device_put(x.v))
     for expected, got in zip((reads_o, reads_state), both(x.k, x.g, x.initial_state), strict=True):
         for name, y in zip(("dk", "dg", "dh_0"), got, strict=True):
             assert_close(getattr(expected, name), y, tolerance(name, "float32"), name, head_axis(name))

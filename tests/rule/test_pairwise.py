@@ -6,7 +6,6 @@ from functools import partial
 
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pool_steps
 import pytest
@@ -87,7 +86,8 @@ SERVING = pairwise(
 
 def in_layers(pool):
     """The pool as the second of three layers; the others hold what would be noticed."""
-    return jnp.stack([jnp.full_like(pool, jnp.nan), pool, jnp.full_like(pool, jnp.nan)], 1)
+    other = np.full_like(pool := np.asarray(pool), np.nan)
+    return jax.device_put(np.stack([other, pool, other], 1))
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_options_of_serving(row):
     x = pool_steps.draw(case)
     given = x if options["layer"] is None else x | {"pool": in_layers(x["pool"])}
     o, pool = jax.jit(partial(pool_steps.serve, case, **options))(given)
-    pool_steps.assert_right(case, x, o, pool if options["layer"] is None else pool[:, 1])
+    pool_steps.assert_right(case, x, o, pool if options["layer"] is None else np.asarray(pool)[:, 1])
     if case.null_slot is not None:
         return
     counts = (12, 0, 5)
@@ -115,14 +115,15 @@ def test_options_of_serving(row):
     ring = pool_steps.ring_pool(case, x)
     given = ring if options["layer"] is None else jax.tree.map(in_layers_of_a_ring, ring)
     o, after = jax.jit(partial(pool_steps.serve_ring, case, **options))(x, given)
-    after = after if options["layer"] is None else jax.tree.map(lambda y: y[:, 1], after)
+    after = after if options["layer"] is None else jax.tree.map(lambda y: np.asarray(y)[:, 1], after)
     tokens = [case.T] * case.N if x["num_tokens"] is None else x["num_tokens"].tolist()
     counted = [n + m for n, m in zip(counts, tokens, strict=True)]
     pool_steps.assert_ring_right(case, x, counted, (o, *after[:4]))
 
 
 def in_layers_of_a_ring(y):
-    return jnp.stack([jnp.zeros_like(y), y, jnp.ones_like(y)], 1)
+    y = np.asarray(y)
+    return jax.device_put(np.stack([np.zeros_like(y), y, np.ones_like(y)], 1))
 
 
 LIMITS = pairwise(
@@ -139,7 +140,7 @@ LIMITS = pairwise(
 def test_limits_of_the_draw(row):
     """By sorting the probabilities of float64, limit after limit on what is left."""
     logits = np.log(np.array([[0.05, 0.4, 0.2, 0.3, 0.05], [0.9, 0.02, 0.03, 0.04, 0.01]]))
-    got = np.asarray(Sampling(**row).limited(jnp.asarray(logits, jnp.float32)))
+    got = np.asarray(jax.jit(Sampling(**row).limited)(logits.astype(np.float32)))
     for logit, kept in zip(logits, np.isfinite(got), strict=True):
         p = np.exp(logit / row["temperature"])
         if row["top_k"] is not None:

@@ -82,7 +82,8 @@ def test_decays_between_weak_gates_after_strong_ones():
     g[:48] = -25
     G = np.cumsum(g.astype(np.float64))
     expected = np.exp(G[60] - G[50])
-    assert_close(expected, gdn_jax.chunk_cumsum(jnp.asarray(g)).between()[60, 50], 2 * 2.0**-24)
+    got = np.asarray(jax.jit(lambda g: gdn_jax.chunk_cumsum(g).between())(g))
+    assert_close(expected, got[60, 50], 2 * 2.0**-24)
 
 
 def test_decays_across_resets():
@@ -97,18 +98,21 @@ def test_decays_across_resets():
     def between(g):
         return gdn_jax.chunk_cumsum(g).between()
 
-    assert_close(expected, between(jnp.asarray(g)), EXACT)
-    derivative = jax.grad(lambda g: between(g).sum())(jnp.asarray(g))
+    got, derivative = jax.device_get(
+        jax.jit(lambda g: (between(g), jax.grad(lambda g: between(g).sum())(g)))(g)
+    )
+    assert_close(expected, got, EXACT)
     assert np.isfinite(derivative).all() and derivative[2] == derivative[5] == 0
 
 
 @pytest.mark.parametrize("C", [16, 64])
 def test_solve_tril_of_correlated_keys(C):
     """All keys equal: powers of kkt reach 1e17 for 64 tokens, substitution does not notice."""
+    solve_tril = jax.jit(gdn_jax.solve_tril)
     for beta in (0.835, 1.0, 2.0):
         L = np.tril(np.full((C, C), beta), -1)
-        A = gdn_jax.solve_tril(jnp.asarray(L, jnp.float32))
-        residual = (np.eye(C) + L) @ np.asarray(A, np.float64) - np.eye(C)
+        A = np.asarray(solve_tril(L.astype(np.float32)))
+        residual = (np.eye(C) + L) @ A.astype(np.float64) - np.eye(C)
         assert np.abs(residual).max() <= C * 2.0**-24 * beta * np.abs(A).max()
 
 
@@ -120,9 +124,13 @@ def test_solve_tril_derivative():
 
     expected = np.linalg.inv(np.eye(6) + L + 1e-30j * direction).imag / 1e-30
     with jax.enable_x64(True):
-        _, tangent = jax.jvp(gdn_jax.solve_tril, (jnp.asarray(L),), (jnp.asarray(direction),))
-        gradient = jax.grad(lambda L: (gdn_jax.solve_tril(L) * weight).sum())(jnp.asarray(L))
-        tangent, gradient = np.asarray(tangent), np.asarray(gradient)
+
+        @jax.jit
+        def both(L, direction):
+            _, tangent = jax.jvp(gdn_jax.solve_tril, (L,), (direction,))
+            return tangent, jax.grad(lambda L: (gdn_jax.solve_tril(L) * weight).sum())(L)
+
+        tangent, gradient = jax.device_get(both(L, direction))
     # Either factor A has an error of up to |A| |I + kkt| |A| u, see tolerances.tolerance.
     A = np.linalg.inv(np.eye(6) + L)
     bound = 2 * np.abs(np.abs(A) @ np.abs(np.eye(6) + L)).sum(1).max() * 2.0**-53
@@ -165,7 +173,7 @@ def test_chunk_states(name):
     """h at the start of chunk n is the final state of the tokens before it, and so are its gradients."""
     case = STATES[name]
     x = cases.inputs(case)
-    primals = tuple(None if y is None else jnp.asarray(y) for y in x[1:6])
+    primals = tuple(None if y is None else jax.device_put(y) for y in x[1:6])
     options = dict(state_layout=case.state_layout, use_qk_l2norm=case.use_qk_l2norm)
     expected = [oracle.forward(**before, **options)[1] for _, before in before_chunks(case, x)]
     expected = np.stack(expected, 1)
@@ -201,9 +209,9 @@ def test_chunk_states_of_packed_sequences():
     """With cu_seqlens the chunks are those of packing.packed_chunks, sequence after sequence."""
     case = cases.CASES["packed"]
     x = cases.inputs(case)
-    k, v, g, beta, h_0 = (jnp.asarray(y) for y in x[1:6])
-    cu = jnp.asarray(x.cu_seqlens)
-    h = jax.jit(gdn_jax.chunk_states)(k, v, g, beta, initial_state=h_0, cu_seqlens=cu)
+    k, v, g, beta, h_0 = (jax.device_put(y) for y in x[1:6])
+    cu = jax.device_put(x.cu_seqlens)
+    h = np.asarray(jax.jit(gdn_jax.chunk_states)(k, v, g, beta, initial_state=h_0, cu_seqlens=cu))
     chunk = 0
     for n, length in enumerate(case.lengths):
         for start in range(0, length, case.chunk_size):

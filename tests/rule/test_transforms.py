@@ -87,7 +87,7 @@ def test_forward_mode(implementation, name):
         tangents = directions(x)
         f = functools.partial(rule, implementation, case, x)
         jvp = jax.jit(lambda tangents: jax.jvp(f, x_primals, tangents)[1])
-        x_primals = tuple(jnp.asarray(y) for y in x[:6])
+        x_primals = tuple(jax.device_put(y) for y in x[:6])
         gradients = oracle_gradients(case, x, x[:6])
         for i in range(6):
             one = tuple(t if j == i else np.zeros_like(t) for j, t in enumerate(tangents))
@@ -115,7 +115,7 @@ def test_second_order(implementation, name, order):
     with jax.enable_x64(True):
         x = cases.inputs(case, "float64")
         direction = directions(x)
-        primals = tuple(jnp.asarray(y) for y in x[:6])
+        primals = tuple(jax.device_put(y) for y in x[:6])
         gradient = jax.grad(functools.partial(loss, implementation, case, x), argnums=tuple(range(6)))
         if order == "forward-over-reverse":
             hvp = jax.jit(lambda *p: jax.jvp(gradient, p, direction)[1])(*primals)
@@ -142,14 +142,14 @@ def test_vmap(implementation):
     many = [cases.inputs(case, seed=seed) for seed in range(3)]
     stacked = tuple(np.stack(y) for y in zip(*(x[:6] for x in many), strict=True))
     f = functools.partial(rule, implementation, case, many[0])
-    o, h_T = jax.jit(jax.vmap(f))(*stacked)
+    o, h_T = jax.device_get(jax.jit(jax.vmap(f))(*stacked))
     for i, x in enumerate(many):
         expected, final = oracle.forward(**x.arguments)
         assert_close(expected, o[i], tolerance("o", "float32"), "o", 2)
         assert_close(final, h_T[i], tolerance("final_state", "float32"), "state", 1)
 
-    q, k, _, g, beta, h_0 = (jnp.asarray(y) for y in many[0][:6])
-    only_v = jax.jit(jax.vmap(lambda v: f(q, k, v, g, beta, h_0)[0]))(stacked[2])
+    q, k, _, g, beta, h_0 = (jax.device_put(y) for y in many[0][:6])
+    only_v = np.asarray(jax.jit(jax.vmap(lambda v: f(q, k, v, g, beta, h_0)[0]))(stacked[2]))
     for i, x in enumerate(many):
         expected, _ = oracle.forward(**{**many[0].arguments, "v": x.v})
         assert_close(expected, only_v[i], tolerance("o", "float32"), "o, v mapped", 2)
@@ -157,7 +157,7 @@ def test_vmap(implementation):
     per_sample = jax.vmap(
         jax.grad(functools.partial(loss, implementation, case, many[0]), argnums=tuple(range(6)))
     )
-    gradients = jax.jit(per_sample)(*stacked)
+    gradients = jax.device_get(jax.jit(per_sample)(*stacked))
     for i, x in enumerate(many):
         expected = oracle.gradients(**x.arguments, do=many[0].do, dh_T=many[0].dh_T)
         for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
@@ -180,7 +180,7 @@ def test_vmap_of_packed_bfloat16(name):
     axes = tuple(0 if i in mapped else None for i in range(6))
     primals = tuple(np.stack([x[i] for x in many]) if i in mapped else many[0][i] for i in range(6))
     call = jax.jit(jax.vmap(both, (axes, None, None, None)))
-    results = call(primals, (many[0].do, many[0].dh_T), many[0].cu_seqlens, None)
+    results = jax.device_get(call(primals, (many[0].do, many[0].dh_T), many[0].cu_seqlens, None))
     for i, x in enumerate(many):
         x = cases.Inputs(*(x[j] if j in mapped else many[0][j] for j in range(10)))
         harness.check(case, x, "bfloat16", harness.named(jax.tree.map(lambda y, i=i: y[i], results)))
@@ -191,8 +191,8 @@ def test_tangents_of_packed_bfloat16():
     case = cases.Case("jvp-bfloat16", T=20, B=1, heads=(2, 2, 2), K=8, V=4, lengths=(3, 0, 16), chunk_size=16)
     x = cases.inputs(case, "bfloat16")
     f = functools.partial(rule, "chunked", case, x)
-    primals = tuple(jnp.asarray(y) for y in x[:6])
-    along = jnp.asarray(np.random.default_rng(1).standard_normal((2, *x.k.shape)), jnp.bfloat16)
+    primals = tuple(jax.device_put(y) for y in x[:6])
+    along = np.random.default_rng(1).standard_normal((2, *x.k.shape)).astype(jnp.bfloat16)
 
     @jax.jit
     @jax.vmap
@@ -200,7 +200,7 @@ def test_tangents_of_packed_bfloat16():
         return jax.jvp(lambda k: f(primals[0], k, *primals[2:]), primals[1:2], (dk,))[1]
 
     gradients = oracle_gradients(case, x, x[:6])
-    for dk, o_t, h_t in zip(along, *tangents(along), strict=True):
+    for dk, o_t, h_t in zip(along, *jax.device_get(tangents(along)), strict=True):
         expected = (gradients[1] * np.asarray(dk, np.float64)).sum()
         got = (np.asarray(o_t, np.float64) * x.do).sum() + (np.asarray(h_t, np.float64) * x.dh_T).sum()
         largest = np.linalg.norm(gradients[1]) * np.linalg.norm(np.asarray(dk, np.float64))
@@ -212,13 +212,13 @@ def test_scale_may_be_traced(implementation):
     """scale is differentiable: o is proportional to it."""
     case = cases.Case("scale", T=3, B=1, heads=(1, 1, 1), K=4, V=4)
     x = cases.inputs(case)
-    q, k, v, g, beta, _ = (jnp.asarray(y) for y in x[:6])
+    q, k, v, g, beta, _ = (jax.device_put(y) for y in x[:6])
 
     def f(scale):
         o, _ = gdn_jax.gated_delta_rule(q, k, v, g, beta, scale=scale, implementation=implementation)
         return jnp.vdot(o, x.do)
 
-    value, derivative = jax.jit(jax.value_and_grad(f))(jnp.float32(0.5))
+    value, derivative = jax.device_get(jax.jit(jax.value_and_grad(f))(np.float32(0.5)))
     assert_close(value / 0.5, derivative, tolerance("dq", "float32"))
 
 
@@ -232,7 +232,7 @@ def test_checkpoint_names():
     case = cases.Case("checkpoint", T=256, B=1, K=8, V=8)
     x = cases.inputs(case)
     f = functools.partial(rule, "chunked", case, x)
-    primals = tuple(jnp.asarray(y) for y in x[:6])
+    primals = tuple(jax.device_put(y) for y in x[:6])
     policies = jax.checkpoint_policies
     nothing = _residual_bytes(jax.checkpoint(f, policy=policies.nothing_saveable), primals)
     inputs = sum(y.nbytes for y in x[:6])
@@ -352,7 +352,9 @@ def test_shard_map_of_chunk_states():
     f = jax.shard_map(f, mesh=two_devices(), in_specs=TOKEN_ROWS, out_specs=TOKEN_ROWS)
     half = {name: y[:, :16] for name, y in x.arguments.items()}
     _, expected = oracle.forward(**half)
-    assert_close(expected, jax.jit(f)(*x[1:5])[:, 1], tolerance("final_state", "float32"), "state", 1)
+    assert_close(
+        expected, np.asarray(jax.jit(f)(*x[1:5]))[:, 1], tolerance("final_state", "float32"), "state", 1
+    )
 
 
 @both

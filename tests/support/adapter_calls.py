@@ -1,7 +1,6 @@
 """Numbers, calls and comparisons of the tests of adapters."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tolerances import assert_close, bound, head_axis
 
@@ -22,7 +21,7 @@ def softplus(x):
 
 def arrays(tree):
     """NumPy's arrays as JAX's."""
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)
+    return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def call(function, *arguments, **options):

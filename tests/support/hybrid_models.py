@@ -1,6 +1,6 @@
 """Small models with attention beside Gated DeltaNet, of each family that checkpoints are read of."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
 from small_models import made
@@ -40,8 +40,8 @@ def _call(model, tokens, **options):
 
 
 def call(model, tokens, **options):
-    options = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
-    return _call(model, jnp.asarray(tokens), **options)
+    options = {k: jax.device_put(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    return _call(model, jax.device_put(tokens), **options)
 
 
 def tokens(*shape, seed=0):

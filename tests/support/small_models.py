@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from programs import eqns
+from small_layers import drawn
 from tolerances import FLOAT32, rms_ratio
 
 from gdn_jax.models import LanguageModel, ModelConfig, generate
@@ -51,17 +52,8 @@ def rounding_bounds(f, params, passes):
 
 
 def made(config, seed=0):
-    """A model with fresh weights, drawn by one program: outside of `jit` each draw is a program."""
-    graphdef = None
-
-    @jax.jit
-    def draw(key):
-        nonlocal graphdef
-        graphdef, state = nnx.split(LanguageModel(config, rngs=nnx.Rngs(key)))
-        return state
-
-    state = draw(jax.random.key(seed))
-    return nnx.merge(graphdef, state)
+    """A model with fresh weights, drawn by one program."""
+    return drawn(lambda rngs: LanguageModel(config, rngs=rngs), seed)
 
 
 def make(seed=0, **options):
@@ -83,8 +75,8 @@ def tokens(*shape, seed=0):
 
 def continued(model, prompt, num_tokens, mask=None, **options):
     """`generate` from NumPy arrays, which the type checks of the test run do not let in."""
-    mask = None if mask is None else jnp.asarray(mask)
-    return np.asarray(generate(model, jnp.asarray(prompt), num_tokens, mask=mask, **options))
+    mask = None if mask is None else jax.device_put(mask)
+    return np.asarray(generate(model, jax.device_put(prompt), num_tokens, mask=mask, **options))
 
 
 def loss_of(graphdef, row, **options):
