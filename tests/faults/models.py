@@ -260,6 +260,18 @@ FAULTS = (
         "tests/serving/test_served_attention.py::test_tokens_beyond_the_capacity_are_none",
     ),
     Fault(
+        "all experts of a layer begin with the same weights",
+        "keys = jax.random.split(rngs.params(), config.num_experts)",
+        "keys = jnp.stack([rngs.params()] * config.num_experts)",
+        "tests/layers/test_experts.py::test_experts_begin_apart",
+    ),
+    Fault(
+        "a new cache has the dtype of its layer, whatever is asked for",
+        "        dtype = dtype or self.dtype or self.param_dtype\n        return RecurrentCache(",
+        "        dtype = self.dtype or self.param_dtype\n        return RecurrentCache(",
+        "tests/layers/test_layers.py::test_a_cache_keeps_its_dtype",
+    ),
+    Fault(
         "the bound of a gate is always -5",
         'self.lower_bound = lower_bound if gate == "lower_bound" else None',
         'self.lower_bound = -5.0 if gate == "lower_bound" else None',

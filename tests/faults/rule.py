@@ -226,6 +226,24 @@ FAULTS = (
         "tests/parallel/test_parallel_training.py::test_neighbours_on_a_mesh",
     ),
     Fault(
+        "linear attention takes no scale",
+        "o = chunk_output(q, k, v, states, decay, K**-0.5 if scale is None else scale, numerics)",
+        "o = chunk_output(q, k, v, states, decay, K**-0.5, numerics)",
+        "tests/layers/test_rules.py::test_gated_linear_attention_defaults",
+    ),
+    Fault(
+        "the norm of float64 vectors is computed in float32",
+        "    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))\n    return (x32",
+        "    x32 = x.astype(jnp.float32)\n    return (x32",
+        "tests/rule/test_gates.py::test_double_precision",
+    ),
+    Fault(
+        "the convolution of one token always has SiLU",
+        "return _finish(y, bias, activation, x.dtype), new_state",
+        'return _finish(y, bias, "silu", x.dtype), new_state',
+        "tests/rule/test_conv.py::test_whole_rows",
+    ),
+    Fault(
         "the states of chunks are those of keys that are not normalised",
         "    (k,) = _normalised(call, x.k)\n",
         "    k = x.k\n",

@@ -47,6 +47,16 @@ def test_experts_are_their_definition(normalise):
     assert_close(want.reshape(2, 9, 12), np.asarray(got), F32)
 
 
+def test_experts_begin_apart():
+    """Each is drawn as a projection of its own, with the variance of one."""
+    layer = drawn(lambda rngs: Experts(64, ExpertsConfig(4, 2, 32, 6), rngs=rngs))
+    for stack, inputs in ((layer.gate_up, 64), (layer.down, 32)):
+        experts = np.asarray(stack[...]).reshape(4, -1)
+        np.testing.assert_allclose(experts.var(axis=1), 1 / inputs, rtol=0.2)  # six deviations of 2048 draws
+        correlations = np.corrcoef(experts) - np.eye(4)
+        assert np.abs(correlations).max() < 0.15  # 1 / sqrt(2048) = 0.022, six of them
+
+
 @pytest.mark.slow
 def test_few_tokens_read_their_experts_alone():
     """The same outputs and gradients as among many tokens, which read all experts."""

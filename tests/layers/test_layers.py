@@ -320,7 +320,10 @@ def test_a_cache_of_another_type(layer):
 
 
 def test_a_cache_keeps_its_dtype(layer):
-    """A cache in bfloat16, the state too, comes back in bfloat16: a loop may carry it."""
+    """A cache in bfloat16, the state too, comes back in bfloat16: a loop may carry it. A new one has what is asked of
+    the convolution's part."""
+    new = jax.eval_shape(lambda: layer.init_cache(2, jnp.bfloat16))
+    assert (new.conv.dtype, new.state.dtype) == (jnp.bfloat16, jnp.float32)
     past = jax.tree.map(lambda c: jnp.asarray(c, jnp.bfloat16), random_cache(layer, 2))
     x = inputs(2, 3, D)
     for length in (1, 3):
