@@ -171,7 +171,7 @@ def test_call_errors(layer):
     ]  # fmt: skip
     for message, x, options in cases:
         with pytest.raises(ValueError, match=message):
-            layer(x, **options)
+            jax.eval_shape(lambda x=x, options=options: layer(x, **options))
     with pytest.raises(ValueError, match="d_v: expected a multiple of num_heads = 2, got 5"):
         SmallGatedDeltaNet(8, 5, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="d_k: expected heads of width up to 256, got 300"):
