@@ -222,4 +222,22 @@ FAULTS = (
         "    count = saturated\n    return dx",
         "tests/kernels/test_kernels_eight_bits.py::test_outliers_outside_the_sample_are_counted[False]",
     ),
+    Fault(
+        "states at borders of segments are read in the caller's layout",
+        "h_0_kv_layout=static.kv_layout and segments is None",
+        "h_0_kv_layout=static.kv_layout",
+        "tests/kernels/test_kernels_lower.py::test_states_are_not_square",
+    ),
+    Fault(
+        "cotangents of initial states are stored as [K, V]",
+        "cta.rows, dh, cta.sizes.kv_layout)",
+        "cta.rows, dh, True)",
+        "tests/kernels/test_kernels_lower.py::test_states_are_not_square",
+    ),
+    Fault(
+        "drafts of channels are followed without the norm of their keys",
+        "        u = self.written(v - rk * y, beta)\n        return S * self.over_v(alpha)",
+        "        u = self.written(v - y, beta)\n        return S * self.over_v(alpha)",
+        "tests/kernels/test_kernels_channel_step.py::test_drafts",
+    ),
 )

@@ -171,4 +171,16 @@ FAULTS = (
         "if self.write is None:\n            beta = jnp",
         "tests/serving/test_serving_family_prompts.py::test_prompts_that_erase_alone",
     ),
+    Fault(
+        "negative eigenvalues double a write of its own",
+        "gates.write_strength(self.write.astype(dtype))",
+        "gates.write_strength(self.write.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)",
+        "tests/serving/test_serving_family.py::test_a_write_is_never_doubled",
+    ),
+    Fault(
+        "an exchange gives every device the states of the first heads",
+        "h_0 = lax.dynamic_slice_in_dim(h_0, index * own, own, 1)",
+        "h_0 = lax.dynamic_slice_in_dim(h_0, 0, own, 1)",
+        "tests/parallel/test_parallel_context.py::test_rule_by_heads[one token a device]",
+    ),
 )

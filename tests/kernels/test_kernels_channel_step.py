@@ -131,18 +131,19 @@ def drafts(pool_dtype, kv_layout, parents, *, apart=False, public=False, sizes=N
 
 
 @pytest.mark.parametrize(
-    ("pool_dtype", "kv_layout", "parents", "apart"),
+    ("pool_dtype", "kv_layout", "parents", "apart", "sizes"),
     [
-        pytest.param("bfloat16", True, TREE, False, marks=pytest.mark.slow),
-        pytest.param("float32", True, None, False, marks=pytest.mark.slow),
-        pytest.param("float32", False, TREE, False, marks=pytest.mark.slow),
-        pytest.param("float32", True, TREE, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", True, TREE, False, {}, marks=pytest.mark.slow),
+        pytest.param("float32", True, None, False, {}, marks=pytest.mark.slow),
+        pytest.param("float32", False, TREE, False, {}, marks=pytest.mark.slow),
+        pytest.param("float32", True, TREE, True, {}, marks=pytest.mark.slow),
+        ("float32", True, TREE[:2], False, dict(N=2, sizes=(1, 1, 1, 32, 32))),
     ],
 )
-def test_drafts(pool_dtype, kv_layout, parents, apart):
+def test_drafts(pool_dtype, kv_layout, parents, apart, sizes):
     """Outputs and states of chains and trees are those of plain JAX."""
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    results = drafts(pool_dtype, kv_layout, parents, apart=apart, interpret=interpret)
+    results = drafts(pool_dtype, kv_layout, parents, apart=apart, interpret=interpret, **sizes)
     assert_drafts_are_right(pool_dtype, *results)
 
 

@@ -17,6 +17,7 @@ from gdn_jax.shapes import Dims, RuleArrays
 from pallas_kernels.device import launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward_rule
+from pallas_kernels.tools import calls
 from pallas_kernels.tools.calls import CALLS
 from pallas_kernels.tools.compiling import _modules
 
@@ -81,6 +82,19 @@ def gradients_lower(
     if transform is jax.vmap:
         arguments = jax.tree.map(lambda x: S((4, *x.shape), x.dtype), arguments)
     return jax.jit(both).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (calls.channels_call, dict(T=256, packed=True, N=2, segment_chunks=1, layout="kv")),
+        (calls.mma_call, dict(layout="vk")),
+    ],
+    ids=["channels in segments", "mma"],
+)
+def test_states_are_not_square(make, options):
+    """With K other than V a state in the wrong layout has the wrong shape, and its kernel does not lower."""
+    assert make(K=64, V=128, **options).lower().as_text().count("mosaic_gpu") >= 1
 
 
 ROWS, HEADS, REPLICATED = PartitionSpec("shard"), PartitionSpec(None, None, "shard"), PartitionSpec()

@@ -81,6 +81,7 @@ def test_rule(name):
 
 
 EXCHANGES = {
+    "one token a device": (2, dict(T=2, B=1, g=None, beta=None)),
     "whole rows": (4, dict(T=32, B=2, state_layout="vk", use_qk_l2norm=True)),
     "no gates, no state": (8, dict(T=16, B=1, g=None, beta=None, initial_state=False)),
     "segments": (4, dict(T=32, B=2, segments=((3, 5, 1, 17, 6), (8, 8, 7, 9)))),
@@ -88,7 +89,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(EXCHANGES, (), ("packed", "no gates, no state")))
+@pytest.mark.parametrize("name", tiers(EXCHANGES, ("one token a device",), ("packed", "no gates, no state")))
 def test_rule_by_heads(name):
     """All tokens of some heads on every device."""
     devices, options = EXCHANGES[name]

@@ -59,6 +59,18 @@ def test_decode(rule):
         assert_others_stay(plain if start is plain else ring.state, states, [3])
 
 
+def test_a_write_is_never_doubled():
+    """Negative eigenvalues double what is erased, and a write of its own stays below 1; on a ring too."""
+    x, pool = draw("GDN-2", 1, 2), draw_pool(6)
+    assert x.options["allow_neg_eigval"]
+    want, last = x.expected(pool[SLOTS])
+    for start in (pool, make_ring(pool)):
+        o, new = x.at(slice(None), 0).call(serving.decode, start, read_slots=SLOTS)
+        assert_close(want[:, 0], o, STATE_F32, "o", 1)
+        if start is pool:
+            assert_close(last, np.asarray(new)[SLOTS], STATE_F32, "states", 1)
+
+
 TREE = np.array([[-1, 0, 0, 1], [-1, -1, 1, 0], [-1, 0, 1, 2]])
 
 
