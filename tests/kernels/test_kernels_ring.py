@@ -6,6 +6,7 @@ import re
 import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pool_steps
 import pytest
 from layer_kernels import INTERPRET
@@ -19,6 +20,7 @@ from pallas_kernels.decode import (
     vectors,
     walk,
 )
+from pallas_kernels.decode.codes import ROUNDER
 from pallas_kernels.decode.ring import Rings, Tokens
 
 KERNELS = {"implementation": "mosaic_gpu"}
@@ -50,6 +52,8 @@ BYTE_CASES = [
 @pytest.mark.parametrize("case", harness.tiers(BYTE_CASES, ("bytes",), ("bytes-drafts",)))
 @pytest.mark.usefixtures("interpreted_calls")
 def test_states_in_eight_bits_beside_a_ring(case):
+    if case.pool_dtype == "int8" and jax.jit(lambda x: (x + ROUNDER) - ROUNDER)(np.float32(0.75)) != 1:
+        pytest.xfail("XLA of jaxlib 0.11 takes (x + c) - c for x on a CPU, so interpreted codes are cut")
     pool_steps.assert_codes_are_right(case, lambda x, pool: pool_steps.serve_ring(case, x, pool, **KERNELS))
 
 

@@ -47,7 +47,13 @@ def close_windows(expected, got) -> None:
 def draws(seed: int):
     """A function that draws arrays of a shape and dtype."""
     rng = np.random.default_rng(seed)
-    return lambda *shape, dtype="float32", scale=1.0: jnp.asarray(scale * rng.standard_normal(shape), dtype)
+    return lambda *shape, dtype="float32", scale=1.0: put(scale * rng.standard_normal(shape), dtype)
+
+
+def put(x, dtype=None) -> jax.Array:
+    """The array of NumPy as JAX has it; `jnp.asarray` would compile a program for its shape."""
+    x = np.asarray(x)
+    return jax.device_put(x if dtype is None else x.astype(jnp.dtype(dtype)))
 
 
 def compiled_vjp(f):

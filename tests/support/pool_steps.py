@@ -16,7 +16,6 @@ from tolerances import assert_close
 from gdn_jax import serving
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.serving.ring_arrays import make_cursors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = 
     Hq, Hk, HV = case.heads
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), case.dtype)
+        return rng.normal(size=shape).astype(jnp.dtype(case.dtype))
 
     slots = case.slots or N * (T + 1) + 3
     order = rng.permutation(slots).astype(np.int32)
@@ -82,8 +81,8 @@ def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = 
     offsets = np.arange(N) * 3 % T if case.offsets is None else np.array(case.offsets)
     if T > 1:
         write[np.arange(N), offsets] = read
-    q = normal(N, T, Hq, K) if case.use_qk_l2norm else normal(N, T, Hq, K) * K**-0.5
-    k = normal(N, T, Hk, K) if case.use_qk_l2norm else normal(N, T, Hk, K) * K**-0.5
+    norm = np.asarray(1 if case.use_qk_l2norm else K**-0.5, case.dtype)
+    q, k = normal(N, T, Hq, K) * norm, normal(N, T, Hk, K) * norm
     shape = (slots, HV, K, V) if case.kv_layout else (slots, HV, V, K)
     x = {
         "q": q,
@@ -91,7 +90,7 @@ def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = 
         "v": normal(N, T, HV, V),
         "a": normal(N, T, HV),
         "b": normal(N, T, HV),
-        "pool": jnp.asarray(draw_pool(shape) if draw_pool else rng.normal(size=shape), case.pool_dtype),
+        "pool": draw_pool(shape) if draw_pool else rng.normal(size=shape),
         "A_log": np.log(rng.uniform(0.01, 16, HV)).astype(np.float32),
         "dt_bias": (rng.normal(size=HV) + case.gate_shift).astype(np.float32),
         "read_slots": read,
@@ -103,7 +102,8 @@ def draw(case: Case, draw_pool: Callable[[tuple[int, ...]], jax.Array] | None = 
         x["parents"] = np.array([case.parents[n % len(case.parents)] for n in range(N)], np.int32)
     if case.lengths is not None:
         x["num_tokens"] = np.array(case.lengths, np.int32)
-    return {name: y if y is None else jnp.asarray(y) for name, y in x.items()}
+    x["pool"] = x["pool"].astype(jnp.dtype(case.pool_dtype))
+    return jax.device_put(x)
 
 
 def public_options(case: Case, **more) -> dict:
@@ -131,11 +131,11 @@ def serve(case: Case, x: dict, **more) -> tuple:
 
 def ring_pool(case: Case, x: dict, rejected: int = 0) -> serving.RingPool:
     """The pool of a ring's case, after a call of whose tokens so many are not accepted and one is."""
-    count = x["count"]
-    after = jnp.minimum(count + rejected, LENGTH)
+    count = np.asarray(x["count"])
+    both = np.minimum(count + rejected, LENGTH), np.where(count > 0, count - 1, -1)
+    cursors = np.repeat(np.stack(both, -1)[:, None], case.heads[-1], axis=1).astype(np.int32)
     arrays = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
-    before = jnp.where(count > 0, count - 1, -1)
-    return serving.RingPool(*arrays, make_cursors(after, before, case.heads[-1]))
+    return serving.RingPool(*arrays, jax.device_put(cursors))
 
 
 def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
@@ -144,7 +144,7 @@ def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
     options = public_options(case, **gates, **more)
     if case.T > 1:
         spans = dict(state_slots=x["read_slots"], num_tokens=x["num_tokens"], parents=x.get("parents"))
-        accepted = x.get("accepted", jnp.ones(case.N, int))
+        accepted = x.get("accepted", np.ones(case.N, np.int32))
         return serving.verify(*tokens, pool, **spans, **options, num_accepted_tokens=accepted)
     o, pool = serving.decode(*(y[:, 0] for y in tokens), pool, read_slots=x["read_slots"], **options)
     return o[:, None], pool
@@ -166,13 +166,17 @@ def truth(case: Case, x: dict) -> tuple[np.ndarray, np.ndarray]:
         return 0 <= slot < len(before) and slot != case.null_slot
 
     read, write = np.asarray(x["read_slots"]), np.asarray(x["write_slots"])
+    num_tokens, parents = (
+        None if x.get(name) is None else np.asarray(x[name]) for name in ("num_tokens", "parents")
+    )
+    tokens = [_f64(x[name]) for name in ("q", "k", "v")]
     for n, slot in enumerate(read):
         if not is_slot(slot):
             continue
         states = {-1: swap(before[slot])[None]}
-        for t in range(case.T if x["num_tokens"] is None else int(x["num_tokens"][n])):
-            token = [_f64(x[name])[n, t][None, None] for name in ("q", "k", "v")]
-            h = states[t - 1 if x.get("parents") is None else int(x["parents"][n, t])]
+        for t in range(case.T if num_tokens is None else int(num_tokens[n])):
+            token = [y[n, t][None, None] for y in tokens]
+            h = states[t - 1 if parents is None else int(parents[n, t])]
             options = dict(scale=case.K**-0.5, use_qk_l2norm=case.use_qk_l2norm, initial_state=h)
             out, h = oracle.forward(*token, g[n, t][None, None], beta[n, t][None, None], **options)
             o[n, t], states[t] = out[0, 0], h
@@ -222,13 +226,13 @@ def draw_ring(case: Case, counts: list[int]) -> dict:
     k, u = (np.where(left_over[..., None], np.nan, y) for y in (k, u))
     x |= {
         "state": x["pool"],
-        "ring_k": jnp.asarray(k, case.ring_dtype),
-        "ring_u": jnp.asarray(u, case.ring_dtype),
-        "ring_g": jnp.asarray(np.where(left_over, np.nan, g), jnp.float32),
-        "read_slots": jnp.asarray(read),
-        "count": jnp.asarray(count),
+        "ring_k": k.astype(jnp.dtype(case.ring_dtype)),
+        "ring_u": u.astype(jnp.dtype(case.ring_dtype)),
+        "ring_g": np.where(left_over, np.nan, g).astype(np.float32),
+        "read_slots": read,
+        "count": count,
     }
-    return {name: y for name, y in x.items() if name not in ("pool", "write_slots")}
+    return jax.device_put({name: y for name, y in x.items() if name not in ("pool", "write_slots")})
 
 
 def present(case: Case, state, k, u, g, count) -> np.ndarray:
@@ -299,14 +303,14 @@ def assert_forks_are_right(case: Case, call: Callable[..., tuple]) -> None:
     x = draw_ring(case, [15, 0, 3, 7, 14])
     pool, at = ring_pool(case, x), np.asarray(x["read_slots"])
     free = np.setdiff1d(np.arange(len(pool.state)), at)
-    x["read_slots"] = jnp.asarray([at[0], at[0], at[2], -1, at[4]], jnp.int32)
-    write = jnp.asarray([at[2], free[0], at[4], free[1], -1], jnp.int32)
+    x["read_slots"] = jax.device_put(np.array([at[0], at[0], at[2], -1, at[4]], np.int32))
+    write = jax.device_put(np.array([at[2], free[0], at[4], free[1], -1], np.int32))
     plain = jax.jit(lambda: serve_ring(case, x, pool, write_slots=write, implementation="xla"))
     (want_o, want), (o, got) = plain(), call(x, pool, write)
     assert_close(_f64(want_o), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], f"{case.name} o")
     np.testing.assert_array_equal(want.cursors, got.cursors)
-    assert want.count[at[2]] == want.count[free[0]] == 0 and want.count[at[4]] == 4
-    written = np.asarray(write[:3])
+    count, written = np.asarray(want.count), np.asarray(write)[:3]
+    assert count[at[2]] == count[free[0]] == 0 and count[at[4]] == 4
     states, expected = (present(case, *y[:4], y.count)[written] for y in (got, want))
     assert_close(expected, states, BOUNDS["bfloat16"][0]["final_state"], f"{case.name} states", axis=1)
     others = np.setdiff1d(np.arange(len(pool.state)), written)
@@ -320,7 +324,9 @@ def assert_codes_are_right(case: Case, call: Callable[..., tuple]) -> None:
     rounding of a code. One slot is flushed, all others keep their bits. A row of zeros is one."""
     counts = [15, 0, 3]
     x = draw_ring(dataclasses.replace(case, pool_dtype="float32"), counts)
-    x["state"] = serving.make_byte_states(x["state"].at[:, :, 3].set(0), dtype=case.pool_dtype)
+    state = np.array(x["state"])
+    state[:, :, 3] = 0
+    x["state"] = jax.jit(partial(serving.make_byte_states, dtype=case.pool_dtype))(state)
     pool = ring_pool(case, x)
     want_o, want = jax.jit(partial(serve_ring, case, implementation="xla"))(x, pool)
     o, got = call(x, pool)
@@ -345,10 +351,11 @@ def assert_trees_on_a_ring_are_right(run: Callable, steps: int, **sizes) -> None
     lies behind the tokens of a ring is not a number."""
     case = Case("trees on a ring", N=3, T=5, pool_dtype="bfloat16", parents=TREES, uneven=True, **sizes)
     first = draw_ring(case, [3, 0, 15])
-    start = ring_pool(case, first)._replace(parents=jnp.full((len(first["state"]), LENGTH), -1, jnp.int32))
+    start = ring_pool(case, first)
+    start = start._replace(parents=jax.device_put(np.full((len(first["state"]), LENGTH), -1, np.int32)))
     plain, kernel = start, start
     on_xla = jax.jit(partial(serve_ring, case, implementation="xla"))
-    accepted, rng = jnp.ones(case.N, jnp.int32), np.random.default_rng(0)
+    accepted, rng = jax.device_put(np.ones(case.N, np.int32)), np.random.default_rng(0)
     for i in range(steps):
         x = draw(dataclasses.replace(case, seed=i, padding=False))
         x = {name: y for name, y in x.items() if name not in ("pool", "write_slots", "num_accepted_tokens")}
@@ -360,13 +367,12 @@ def assert_trees_on_a_ring_are_right(run: Callable, steps: int, **sizes) -> None
         np.testing.assert_array_equal(plain.cursors, kernel.cursors)
         np.testing.assert_array_equal(plain.parents, kernel.parents)
         assert_close(_f64(want_o), np.asarray(o), 2 * BOUNDS[case.dtype][0]["o"], f"step {i}: o")
-        states, expected = (
-            present(case, *y[:4], y.count)[first["read_slots"][::2]] for y in (kernel, plain)
-        )  # row 1 is padding
+        slots = np.asarray(first["read_slots"])[::2]  # row 1 is padding
+        states, expected = (present(case, *y[:4], y.count)[slots] for y in (kernel, plain))
         bound = 2 * BOUNDS["bfloat16"][0]["final_state"]
         assert_close(expected, states, bound, f"step {i}: states", axis=1)
         lengths = np.maximum(np.asarray(x["num_tokens"]), 1)
-        accepted = jnp.asarray(rng.integers(1, lengths + 1), jnp.int32)
+        accepted = jax.device_put(rng.integers(1, lengths + 1).astype(np.int32))
 
 
 CASES = (

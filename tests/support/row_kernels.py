@@ -3,17 +3,22 @@
 import fused_oracle
 import jax.numpy as jnp
 import numpy as np
-from fused_harness import draws
+from fused_harness import draws, put
 from fused_oracle import wide
 
 from gdn_jax.shapes import Choice
 
 
+def near_one(draw, width: int):
+    """Weights of a norm."""
+    return put(1 + 0.1 * np.asarray(draw(width)))
+
+
 def experts(E: int, D: int, F: int, S: int, k: int, seed: int = 0):
     """Arguments of `fused.experts.row_mixture` but for the shared expert's weight, and what it gives without one."""
     draw, random = draws(seed), np.random.default_rng(seed)
-    row, weights = draw(1, D, dtype="bfloat16"), jnp.abs(draw(1, k))
-    chosen = jnp.asarray(random.permutation(E)[None, :k], jnp.int32)
+    row, weights = draw(1, D, dtype="bfloat16"), put(np.abs(draw(1, k)))
+    chosen = put(random.permutation(E)[None, :k], "int32")
     gate_up, down, gate, up, shared_down = (
         draw(*s, dtype="bfloat16", scale=s[-2] ** -0.5)
         for s in ((E, D, 2 * F), (E, F, D), (D, S), (D, S), (S, D))
@@ -21,8 +26,8 @@ def experts(E: int, D: int, F: int, S: int, k: int, seed: int = 0):
     args = row, weights, chosen, gate_up, down, (gate, up, shared_down)
     x, want = wide(row), 0.0
     for e, w in zip(np.asarray(chosen)[0], wide(weights)[0], strict=True):
-        a, b = np.split(x @ wide(gate_up[e]), 2, axis=-1)
-        want = want + w * fused_oracle.branches(a, b) @ wide(down[e])
+        a, b = np.split(x @ wide(gate_up)[e], 2, axis=-1)
+        want = want + w * fused_oracle.branches(a, b) @ wide(down)[e]
     shared = fused_oracle.branches(x @ wide(gate), x @ wide(up)) @ wide(shared_down)
     return args, want, shared
 
@@ -30,15 +35,16 @@ def experts(E: int, D: int, F: int, S: int, k: int, seed: int = 0):
 def scores(N: int, E: int, seed: int = 0):
     """Scores, some of them equal, and a bias that leaves every second as it is."""
     draw = draws(seed)
-    x = draw(N, E)
-    return x.at[0].set(jnp.round(x[0])), jnp.where(jnp.arange(E) % 2, 0.1 * draw(E), 0.0)
+    x = np.array(draw(N, E))
+    x[0] = np.round(x[0])
+    return put(x), put(np.where(np.arange(E) % 2, 0.1 * np.asarray(draw(E)), 0), "float32")
 
 
 def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0):
     """Arguments of `routed_stream.routed_stream`, y in parts, and what it gives: s and the sum of the experts."""
     draw = draws(seed)
     x, y = (draw(n, D, dtype="bfloat16") for n in (1, P))
-    norm, router, bias = 1 + 0.1 * draw(D), draw(E, D, scale=D**-0.5), 0.1 * draw(E)
+    norm, router, bias = near_one(draw, D), draw(E, D, scale=D**-0.5), draw(E, scale=0.1)
     gate_up, down, gate, up, shared_down = (
         draw(*s, dtype="bfloat16", scale=s[-2] ** -0.5)
         for s in ((E, D, 2 * F), (E, F, D), (D, S), (D, S), (S, D))
@@ -55,15 +61,15 @@ def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0
     factor = choice.factor / (weights[chosen].sum() if choice.normalise else 1.0)
     want = fused_oracle.branches(n @ wide(gate), n @ wide(up)) @ wide(shared_down)
     for e in chosen:
-        a, b = np.split(n @ wide(gate_up[e]), 2, axis=-1)
-        want = want + factor * weights[e] * fused_oracle.branches(a, b) @ wide(down[e])
+        a, b = np.split(n @ wide(gate_up)[e], 2, axis=-1)
+        want = want + factor * weights[e] * fused_oracle.branches(a, b) @ wide(down)[e]
     return (x, y, norm, router, bias, gate_up, down, (gate, up, shared_down)), s, want
 
 
 def stream(D: int, F: int, dtype: str, seed: int = 0):
     """Arguments of `fused.row_product.stream_product`, and s, the norm and the product."""
     draw = draws(seed)
-    x, y, norm, weight = draw(1, D), draw(1, D, dtype="bfloat16"), 1 + 0.1 * draw(D), draw(F, D, dtype=dtype)
+    x, y, norm, weight = draw(1, D), draw(1, D, dtype="bfloat16"), near_one(draw, D), draw(F, D, dtype=dtype)
     s, n = fused_oracle.add_norm(x, y, norm, 1e-6)
     return (x, y, norm, weight), s, n, n @ wide(weight).T
 
@@ -74,10 +80,10 @@ def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     o, channels, norm = (
         draw(H, V, dtype="bfloat16"),
         draw(others + H * V, dtype="bfloat16"),
-        1 + 0.1 * draw(V),
+        near_one(draw, V),
     )
     weight = draw(F, H * V, dtype="bfloat16", scale=(H * V) ** -0.5)
-    y = fused_oracle.gated_norm(o, channels[others:].reshape(H, V), norm, 1e-6, activation)
+    y = fused_oracle.gated_norm(o, wide(channels)[others:].reshape(H, V), norm, 1e-6, activation)
     return (o, channels, norm, weight), y.reshape(1, -1) @ wide(weight).T
 
 
@@ -92,11 +98,11 @@ def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
     draw, R, rank = draws(seed), 64, 32
     half, first = R // 2, (rank, rank + C + R)
     channels, q = draw(1, first[1] + H, dtype="bfloat16"), draw(1, H * (C + R), dtype="bfloat16")
-    norm, values = 1 + 0.1 * draw(C), draw(H, V, C, dtype="bfloat16", scale=C**-0.5)
-    frequencies = jnp.asarray(1e4 ** -(np.arange(half) / half), jnp.float32)
-    is_token = jnp.arange(S)[:, None, None] < length
-    k, v = (jnp.where(is_token, draw(1, S, 1, n, dtype="bfloat16"), jnp.nan) for n in (R, C))
-    args = channels, q, norm, frequencies, values, k, v, jnp.array([length], jnp.int32)
+    norm, values = near_one(draw, C), draw(H, V, C, dtype="bfloat16", scale=C**-0.5)
+    frequencies = put(1e4 ** -(np.arange(half) / half), "float32")
+    is_token = np.arange(S)[:, None, None] < length
+    k, v = (put(np.where(is_token, draw(1, S, 1, n), np.nan), "bfloat16") for n in (R, C))
+    args = channels, q, norm, frequencies, values, k, v, put([length], "int32")
     static = dict(kv=first[0], gate=first[1], scale=0.5 / (C + R) ** 0.5, eps=1e-6)
     row, q = wide(channels)[0], wide(q)[0]
     kv, pairs, gate = np.split(row[rank:], [C, C + R])
@@ -109,7 +115,7 @@ def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     k_r = turned(pairs)
-    of_token = [wide(jnp.asarray(x, jnp.bfloat16)) for x in (c, k_r)]
+    of_token = [wide(x.astype(jnp.bfloat16)) for x in (c, k_r)]
     keys = np.concatenate([wide(v)[0, :length, 0], of_token[0][None]])
     turned_keys = np.concatenate([wide(k)[0, :length, 0], of_token[1][None]])
     q_c, q_r = np.split(q, [H * C])
@@ -125,11 +131,11 @@ def delta_layer(H: int, K: int, D: int, parts: int, seed: int = 0):
     of the convolution and of the rule."""
     draw, keys, bound = draws(seed), H * K, -5.0
     F = 5 * keys + K  # the strengths' channels, and what fills them up
-    x, y, norm = draw(1, D), draw(parts, 1, D), 1 + 0.1 * draw(D)
+    x, y, norm = draw(1, D), draw(parts, 1, D), near_one(draw, D)
     inputs = draw(F, D, dtype="bfloat16", scale=D**-0.5)
     window, filters = draw(1, 3 * keys, 3, dtype="bfloat16"), draw(3 * keys, 4, dtype="bfloat16")
-    A_log, dt_bias, state = 0.3 * draw(H), draw(H, K), draw(1, H, K, K)
-    output_norm, output = 1 + 0.1 * draw(K), draw(D, keys, dtype="bfloat16", scale=keys**-0.5)
+    A_log, dt_bias, state = draw(H, scale=0.3), draw(H, K), draw(1, H, K, K)
+    output_norm, output = near_one(draw, K), draw(D, keys, dtype="bfloat16", scale=keys**-0.5)
     layer = norm, inputs, (window, filters, None), A_log, dt_bias, state, output_norm, output
     s, n = fused_oracle.add_norm(x, wide(y).sum(0), norm, 1e-6)
     channels = (n @ wide(inputs).T)[0]
