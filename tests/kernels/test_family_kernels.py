@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from family_kernels import wide
 from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,13 +35,12 @@ def pairs_of(g, T, *, K=64, HO=1, erases=False, normalize=False, seed=0):
     beta = rng.uniform(0, 1, (1, HO, -(-T // 64) * 64)).astype(np.float32)
     beta[..., T:] = 0
     stretch = 4 if normalize else 1
-    bf16 = [None if y is None else jnp.asarray(y * stretch, jnp.bfloat16) for y in (q, k, e)]
+    bf16 = [None if y is None else put(y * stretch, jnp.bfloat16) for y in (q, k, e)]
     q8, k8, e8, g8 = (
-        None if y is None else jnp.pad(y, ((0, 0), (0, -T % 8), (0, 0), (0, 0)))
-        for y in (*bf16, jnp.asarray(g))
+        None if y is None else jnp.pad(y, ((0, 0), (0, -T % 8), (0, 0), (0, 0))) for y in (*bf16, put(g))
     )
     options = dict(scale=0.1, normalize=normalize, config=SMALL, interpret=INTERPRET)
-    pairs = channel_pairs(q8, k8, g8, jnp.asarray(beta), e8, **options)
+    pairs = channel_pairs(q8, k8, g8, put(beta), e8, **options)
     return pairs, q, k, k if e is None else np.asarray(bf16[2], np.float64), beta
 
 

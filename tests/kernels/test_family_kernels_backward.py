@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from family_kernels import wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import bound, worst_ratio
@@ -66,11 +67,11 @@ def residuals_of(call: mosaic.Call, x: Any, segment_chunks: int | None = None) -
         for name, values in made.items():
             values.append([y[name] for y in heads])
     dtypes = dict.fromkeys(Pairs._fields, x.k.dtype) | {"gl": jnp.float32}
-    pairs = Pairs(**{name: jnp.asarray(np.array(y)).astype(dtypes[name]) for name, y in made.items()})
+    pairs = Pairs(**{name: put(np.array(y)).astype(dtypes[name]) for name, y in made.items()})
     segments = None
     if segment_chunks:
         segments = segments_of(call, x, (k, e, v, np.exp(g), beta), dims, segment_chunks)
-    return ChannelResiduals(pairs, jnp.asarray(beta.T[None], jnp.float32), segments)
+    return ChannelResiduals(pairs, put(beta.T[None], jnp.float32), segments)
 
 
 def segments_of(call: mosaic.Call, x: Any, tokens: tuple, dims: Dims, length: int) -> Segments:
@@ -94,7 +95,7 @@ def segments_of(call: mosaic.Call, x: Any, tokens: tuple, dims: Dims, length: in
                 m[head] = m[head] @ step
         diagonal.append(np.diagonal(m, axis1=1, axis2=2))
         rest.append(m * (1 - np.eye(K)))
-    arrays = (jnp.asarray(np.array(y), jnp.float32) for y in (starts, diagonal, rest))
+    arrays = (put(np.array(y), jnp.float32) for y in (starts, diagonal, rest))
     starts, diagonal, rest = arrays
     return Segments(starts, Transition(diagonal, rest.astype(x.k.dtype)), items)
 
@@ -132,7 +133,7 @@ def test_gradients(name, monkeypatch):
         backward, "backward", lambda *a, **kw: run(*a, **kw, config=config, interpret=INTERPRET)
     )
     residuals = residuals_of(call, given, segment_chunks)
-    got = mosaic.gradients(call, given, residuals, (jnp.asarray(x.do), jnp.asarray(x.dh_T)))
+    got = mosaic.gradients(call, given, residuals, (put(x.do), put(x.dh_T)))
     expected = family_kernels.truth(case, x)
     names = dict(q="dq", k="dk", v="dv", g="dg", erase="derase", write="dwrite", initial_state="dh_0")
     if call.is_beta:
@@ -173,7 +174,7 @@ def test_cotangents_have_the_shapes_of_the_arguments():
         residuals = channel_rule.forward(arrays, dims, scale=call.scale)[2]
         return mosaic.gradients(call, given, residuals, (do, dh_T))
 
-    out = jax.eval_shape(both, given, jnp.asarray(x.do), jnp.asarray(x.dh_T))
+    out = jax.eval_shape(both, given, put(x.do), put(x.dh_T))
     assert [(y.shape, y.dtype) for y in out[:7]] == [(y.shape, y.dtype) for y in given[:7]]
 
 

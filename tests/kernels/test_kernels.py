@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close, tolerance
 
@@ -55,7 +56,7 @@ def expected_first_rows(cu: np.ndarray, size: int) -> np.ndarray:
 def test_tables_of_packed_rows_found_by_the_kernel_of_the_gates(cu):
     """Few and many sequences, empty ones, padding."""
     x, cu = jnp.zeros((1, 205, 1)), np.array(cu, np.int32)
-    _, _, first, order = chunk_gates(x, x, jnp.asarray(cu), ordered=True, interpret=INTERPRET)
+    _, _, first, order = chunk_gates(x, x, put(cu), ordered=True, interpret=INTERPRET)
     np.testing.assert_array_equal(first, expected_first_rows(cu, 256))
     begin, end = cu[:-1], cu[1:]
     expected = tables.longest_first(np.where(end > begin, -(-end // 64) - begin // 64, 0))
@@ -68,10 +69,8 @@ def test_chunk_gates(packed):
     g = -rng.uniform(size=(1, 130, 6)).astype(np.float32)
     g[:, 100] = -np.inf
     beta = rng.uniform(size=g.shape).astype(np.float32)
-    cu = jnp.asarray([0, 0, 3, 70, 70, 127, 128, 130], jnp.int32) if packed else None
-    g2_cum, beta_t, first, order = chunk_gates(
-        jnp.asarray(g), jnp.asarray(beta), cu, ordered=packed, interpret=INTERPRET
-    )
+    cu = put([0, 0, 3, 70, 70, 127, 128, 130], jnp.int32) if packed else None
+    g2_cum, beta_t, first, order = chunk_gates(put(g), put(beta), cu, ordered=packed, interpret=INTERPRET)
     if packed:
         np.testing.assert_array_equal(first, expected_first_rows(np.asarray(cu), 192))
         np.testing.assert_array_equal(order, [2, 1, 4, 5, 6, 0, 3, *[7] * 57])
@@ -98,16 +97,16 @@ def test_gated_inverse(packed, cosine, dtype):
     rng = np.random.default_rng(0)
     T, K, group = 136, 64, 2
     k = rng.normal(size=(1, T, 1, K)) / K**0.5 + (cosine / (1 - cosine)) ** 0.5 * rng.normal(size=K) / K**0.5
-    k = jnp.asarray(k / np.linalg.norm(k, axis=-1, keepdims=True), dtype)
+    k = put(k / np.linalg.norm(k, axis=-1, keepdims=True), dtype)
     beta_t = rng.uniform(size=(1, group, 192)).astype(np.float32)
     first = first_rows(192) if packed else np.zeros(192, np.int32)
     g2 = -rng.uniform(size=(group, 192)) * (np.arange(192) % 64 != first)
     g2_cum = np.stack([g2[:, t // 64 * 64 + first[t] : t + 1].sum(1) for t in range(192)], 1)[None]
     got = inverse.gated_inverse(
         k,
-        jnp.asarray(beta_t),
-        jnp.asarray(g2_cum.astype(np.float32)),
-        jnp.asarray(first) if packed else None,
+        put(beta_t),
+        put(g2_cum.astype(np.float32)),
+        put(first) if packed else None,
         config=SMALL.inverse,
         interpret=INTERPRET,
     )
@@ -173,7 +172,7 @@ def forward(case, config, x, cu_seqlens):
     """The kernels' forward on a case, interpreted."""
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}
     options["scale"] = case.K**-0.5
-    *arrays, segment_ids = (None if y is None else jnp.asarray(y) for y in (*x[:6], x.segment_ids))
+    *arrays, segment_ids = (None if y is None else put(y) for y in (*x[:6], x.segment_ids))
     call = RuleArrays(*arrays, cu_seqlens, segment_ids)
     return forward_rule.forward(call, **options, config=config, interpret=INTERPRET)
 

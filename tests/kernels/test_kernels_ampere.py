@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from generated_code import ptxas_report
 from jax import export
 from jax.experimental.mosaic.gpu import fragmented_array
@@ -36,9 +37,7 @@ def arrays_of(x: cases.Inputs) -> RuleArrays:
     if x.cu_seqlens is not None:
         for y in (q, k, v, g, beta):
             y[:, x.cu_seqlens[-1] :] = np.nan
-    return RuleArrays(
-        *(None if y is None else jnp.asarray(y) for y in (q, k, v, g, beta, h_0)), x.cu_seqlens, None
-    )
+    return RuleArrays(*(None if y is None else put(y) for y in (q, k, v, g, beta, h_0)), x.cu_seqlens, None)
 
 
 CASES = [
@@ -87,7 +86,7 @@ def test_both_passes_in_the_interpreter(case, dtype, how):
     arrays, static = arrays_of(x), dict(scale=case.K**-0.5, state_layout=case.state_layout)
     static |= dict(config=how.get("config"), interpret=INTERPRET)
     o, final, residuals = rule.forward(arrays, segment_chunks=how.get("segment_chunks"), **static)
-    cotangents = OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T))
+    cotangents = OutputCotangents(put(x.do), put(x.dh_T))
     results = o, final, *backward.backward(arrays, residuals, cotangents, **static)
     for name, primal, got in zip(NAMES, (x.q, x.initial_state, *x[:6]), results, strict=True):
         assert got.dtype == primal.dtype
@@ -98,7 +97,7 @@ def test_states_between_segments():
     """Every state is the one before, changed by its segment; cotangents go back by the transposed maps."""
     rng = np.random.default_rng(0)
     shapes = (2, 3, 1, 2, 4), (2, 3, 1, 4, 4), (2, 1, 2, 4)
-    e, m, first = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    e, m, first = (put(rng.standard_normal(shape), jnp.float32) for shape in shapes)
     states, back = segments.joined(first, e, m), segments.joined_backwards(first, e, m)
     np.testing.assert_array_equal(states[:, 0], first)
     np.testing.assert_array_equal(back[:, 2], first)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
@@ -59,8 +60,8 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
         beta_t[..., cu[-1] :] = np.where(np.arange(cu[-1], T64) % 2, np.nan, np.inf)
     segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
     return Residuals(
-        *map(jnp.asarray, (g2_cum.astype(f32), beta_t.astype(f32), t_tiles)),
-        jax.tree.map(jnp.asarray, segments),
+        *map(put, (g2_cum.astype(f32), beta_t.astype(f32), t_tiles)),
+        jax.tree.map(put, segments),
     )
 
 
@@ -116,9 +117,9 @@ def run(
     expected = oracle.gradients(**x.arguments, do=x.do, dh_T=x.dh_T, **options)
     options["scale"] = case.K**-0.5 if case.scale is None else case.scale
     got = backward.backward(
-        RuleArrays(*(None if y is None else jnp.asarray(y) for y in x[:8])),
+        RuleArrays(*(None if y is None else put(y) for y in x[:8])),
         residuals_of(case, x, segment_chunks),
-        OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T)),
+        OutputCotangents(put(x.do), put(x.dh_T)),
         config=config,
         interpret=interpret,
         **options,
@@ -231,7 +232,7 @@ def test_gradient_of_small_strengths_in_the_interpreter(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_join_of_the_ways_to_dbeta(dtype):
     """From parts that are exact, for every beta; where beta is 0 one part says nothing."""
-    beta, truth = jnp.float32([-1.5, -1e-3, 0.0, 1e-12, 0.125, 2.0]), jnp.float32(3.0)
+    beta, truth = jnp.float32([-1.5, -1e-3, 0.0, 1e-12, 0.125, 2.0]), put(3.0, "float32")
     m = mantissa(beta, dtype)
     got = gradients_kernel.join_dbeta(beta * m * truth, m * truth, beta, m)
     np.testing.assert_allclose(got, truth, rtol=1e-6)
@@ -268,8 +269,8 @@ def test_open_adjoints_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(backward, "open_adjoint_warpgroups", lambda *args: 2)
     case = C("two segments", T=100, B=1, heads=(1, 1, 1), K=16, V=128)
     x = cases.inputs(case, "bfloat16")
-    scale, cotangents = case.K**-0.5, OutputCotangents(jnp.asarray(x.do), jnp.asarray(x.dh_T))
-    call = RuleArrays(*(jnp.asarray(y) for y in x[:6]), None, None)
+    scale, cotangents = case.K**-0.5, OutputCotangents(put(x.do), put(x.dh_T))
+    call = RuleArrays(*(put(y) for y in x[:6]), None, None)
     found = backward.open_adjoints(
         call, residuals_of(case, x, 1), cotangents, scale=scale, interpret=INTERPRET
     )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close
 
@@ -47,7 +48,7 @@ def draw(T, state_dtype, layout, apart, *, sizes=SIZES, N=N, counts=COUNTS):
     k = entries(k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(ring.k.dtype)
     g = -jnp.exp(3 * normal(slots, HV, L, K, dtype=jnp.float32) - 3)
     u = entries(normal(slots, HV, L, V, dtype=jnp.float32)).astype(ring.u.dtype)
-    cursors = make_cursors(jnp.asarray(counts), jnp.asarray(np.maximum(counts - 2, -1)), HV)
+    cursors = make_cursors(put(counts), put(np.maximum(counts - 2, -1)), HV)
     return tokens, gates, ring._replace(k=k, u=u, g=entries(g), cursors=cursors)
 
 
@@ -81,9 +82,9 @@ def test_a_token(state_dtype, layout, apart):
     """A token behind 0 to 15 others: the last one fills its ring, which becomes part of the state."""
     token, gates, ring = draw(0, state_dtype, layout, apart)
     options = gates | dict(read_slots=SLOTS, state_layout=layout)
-    want = serving.decode(*token, jax.tree.map(jnp.array, ring), **options, implementation="xla")
+    want = serving.decode(*token, jax.tree.map(put, ring), **options, implementation="xla")
     with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-        got = serving.decode(*token, jax.tree.map(jnp.array, ring), **options, implementation="mosaic_gpu")
+        got = serving.decode(*token, jax.tree.map(put, ring), **options, implementation="mosaic_gpu")
     assert_alike(want, got, ring, layout)
 
 
@@ -96,9 +97,9 @@ def test_drafts(state_dtype, layout, apart, T):
     spans = dict(state_slots=SLOTS, num_accepted_tokens=np.array([1, 1, 2, 1], np.int32))
     spans |= dict(num_tokens=np.array([T, T, 2, T], np.int32))
     options = gates | spans | dict(state_layout=layout)
-    want = serving.verify(*tokens, jax.tree.map(jnp.array, ring), **options, implementation="xla")
+    want = serving.verify(*tokens, jax.tree.map(put, ring), **options, implementation="xla")
     with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-        got = serving.verify(*tokens, jax.tree.map(jnp.array, ring), **options, implementation="mosaic_gpu")
+        got = serving.verify(*tokens, jax.tree.map(put, ring), **options, implementation="mosaic_gpu")
     assert_alike(want, got, ring, layout)
 
 

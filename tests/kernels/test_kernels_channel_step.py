@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close
 
@@ -56,7 +57,7 @@ def test_step(pool_dtype, kv_layout, lower_bound, use_A_log, apart):
     o, pool = (apart_step if apart else channel_step)(
         *flat, x["a"], *strengths, x["pool"], A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         heads=(SIZES["Hq"], SIZES["Hk"], SIZES["HV"]), scale=0.3, kv_layout=kv_layout, null_slot=NULL,
-        read_slots=jnp.array(READ, jnp.int32), write_slots=jnp.array(WRITE, jnp.int32)[:, None],
+        read_slots=put(READ, jnp.int32), write_slots=put(WRITE, jnp.int32)[:, None],
         allow_neg_eigval=apart, interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     real = [i for i, s in enumerate(READ) if s not in (-1, NULL)]
@@ -108,18 +109,18 @@ def drafts(pool_dtype, kv_layout, parents, *, apart=False, public=False, sizes=N
     )
     state = (K, V) if kv_layout else (V, K)
     pool = normal(4 * N + 1, HV, *state, dtype=pool_dtype)
-    slots = jnp.asarray(np.random.default_rng(0).permutation(4 * N).reshape(N, T).astype(np.int32))
-    num_tokens = jnp.asarray(np.where(np.arange(N) == 1, 2, T).astype(np.int32))
-    parents = None if parents is None else jnp.asarray(np.resize(parents, (N, T)), jnp.int32)
+    slots = put(np.random.default_rng(0).permutation(4 * N).reshape(N, T).astype(np.int32))
+    num_tokens = put(np.where(np.arange(N) == 1, 2, T).astype(np.int32))
+    parents = None if parents is None else put(np.resize(parents, (N, T)), jnp.int32)
     rest = dict(num_tokens=num_tokens, parents=parents)
     spans = rest | dict(state_slots=slots, num_accepted_tokens=jnp.full(N, 3, jnp.int32))
     layout = "kv" if kv_layout else "vk"
     want = serving.verify(
-        *tokens, jnp.array(pool), w=w, **gates, **spans, state_layout=layout, implementation="xla"
+        *tokens, put(pool), w=w, **gates, **spans, state_layout=layout, implementation="xla"
     )
     if public:
         options = dict(state_layout=layout, implementation="mosaic_gpu")
-        return want, serving.verify(*tokens, jnp.array(pool), w=w, **gates, **spans, **options), pool, slots
+        return want, serving.verify(*tokens, put(pool), w=w, **gates, **spans, **options), pool, slots
     q, k, v = (x.reshape(N, T, -1) for x in tokens[:3])
     options = rest | dict(
         heads=(Hq, Hk, HV), scale=K**-0.5, kv_layout=kv_layout, null_slot=None, interpret=interpret
@@ -160,7 +161,7 @@ def assert_drafts_are_right(pool_dtype, want, got, pool, slots):
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_gates(lower_bound):
     """The kernel's gates are finite and those of the family for any parameter."""
-    x = jnp.array([-120.0, -81, -20, -1e-3, 0, 1e-3, 5, 120], jnp.float32)
+    x = put([-120.0, -81, -20, -1e-3, 0, 1e-3, 5, 120], jnp.float32)
     for A_log in (-80.0, 0.0, 3.0, 90.0):
         A = jnp.float32(A_log)
         want = channel_log_decay(x[None, None], A[None], jnp.zeros((1, 8)), lower_bound)[0, 0]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pool_steps
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from pool_steps import Case
 from serving_cases import assert_same_bits
@@ -52,7 +53,7 @@ class Call(NamedTuple):
         rng = np.random.default_rng(self.D + self.W)
 
         def normal(dtype, *shape):
-            return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+            return put(rng.standard_normal(shape, np.float32), dtype)
 
         pool = normal(self.pool_dtype, 9, *(() if self.layer is None else (3,)), self.D, self.W - 1)
         pool = pool.at[:, ::7].set(-0.0)
@@ -91,7 +92,7 @@ def test_as_plain_jax(name):
     arguments, pool = CALLS[name].draw()
 
     def run(implementation):
-        return serving.causal_conv1d_update(pool=jnp.array(pool), implementation=implementation, **arguments)
+        return serving.causal_conv1d_update(pool=put(pool), implementation=implementation, **arguments)
 
     want, plain = run("xla")
     y, new = run("mosaic_gpu")
@@ -107,7 +108,7 @@ def test_channels_of_a_wider_array():
     """Other products behind those of the convolution; rows are slots."""
     rng = np.random.default_rng(0)
     shapes = (3, 300), (3, 256, 3), (256, 4)
-    x, pool, weight = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
+    x, pool, weight = (put(rng.standard_normal(shape, np.float32)) for shape in shapes)
     slots = dict(read_slots=None, write_slots=None)
     y, new = conv_update.conv_update(x, pool, weight, **slots, interpret=INTERPRET)
     want, plain = serving.causal_conv1d_update(
@@ -213,7 +214,7 @@ def test_a_named_kernel_is_refused_without_a_gpu():
 def test_any_size_gives_the_same(D):
     """A warpgroup that takes more channels, of which what is left has more than one piece."""
     x, pool, weight = (
-        jnp.asarray(np.random.default_rng(0).random(s, np.float32)) for s in ((2, D), (2, D, 3), (D, 4))
+        put(np.random.default_rng(0).random(s, np.float32)) for s in ((2, D), (2, D, 3), (D, 4))
     )
     options = dict(read_slots=None, write_slots=None, interpret=INTERPRET)
     results = [

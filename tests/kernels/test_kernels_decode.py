@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pool_steps
 import pytest
+from device_arrays import put
 from pool_steps import CASES, TREES, Case
 from tolerances import assert_close
 
@@ -110,8 +111,8 @@ def test_requests_that_write_where_others_read():
     case = Case("crossed", N=4, K=32, V=32, slots=9, elsewhere=True, padding=False)
     x = pool_steps.draw(case)
     x |= {
-        "read_slots": jnp.array([3, 3, 5, 0], jnp.int32),
-        "write_slots": jnp.array([[5], [3], [0], [-1]], jnp.int32),
+        "read_slots": put([3, 3, 5, 0], jnp.int32),
+        "write_slots": put([[5], [3], [0], [-1]], jnp.int32),
     }
     pool_steps.assert_right(case, x, *pool_steps.serve(case, x, **KERNELS))
 
@@ -133,7 +134,7 @@ def test_padding_batch_leaves_the_pool():
     """Slot numbers of any dtype, of which not one is in the pool."""
     case = Case("all-padding", K=32, V=32)
     x = pool_steps.draw(case)
-    for numbers in (jnp.full(3, -1, jnp.int8), jnp.full(3, -1, jnp.uint32), jnp.array([9, -5, 2**31 - 1])):
+    for numbers in (jnp.full(3, -1, jnp.int8), jnp.full(3, -1, jnp.uint32), put([9, -5, 2**31 - 1])):
         o, pool = pool_steps.serve(case, x | {"read_slots": numbers}, **KERNELS)
         assert not np.asarray(o).any()
         assert (np.asarray(pool) == np.asarray(x["pool"])).all()
@@ -152,7 +153,7 @@ def test_pool_of_a_whole_model():
         assert not np.asarray(y[:, 0]).any() and (np.asarray(y[:, 2]) == 1).all()
         return y[:, 1]
 
-    options = {"layer": jnp.int32(1)} | KERNELS
+    options = {"layer": put(1, "int32")} | KERNELS
     for change in ({}, {"elsewhere": True}, {"T": 2}):
         case = dataclasses.replace(plain, **change)
         x = pool_steps.draw(case)
@@ -168,7 +169,7 @@ def test_pool_of_a_whole_model():
 def test_slow_gates_keep_their_digits():
     """softplus of -12 is 6.1e-6: in float32, log(1 + 6.1e-6) is off by a hundredth of it."""
     x = np.linspace(-40, 40, 801, dtype=np.float32)
-    got = np.asarray(softplus(jnp.asarray(x)))
+    got = np.asarray(softplus(put(x)))
     np.testing.assert_allclose(got, np.logaddexp(0, x.astype(np.float64)), rtol=1e-6)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from flax import nnx
 from fused_harness import draws
 from jax.custom_derivatives import SymbolicZero
@@ -68,7 +69,7 @@ def test_eight_bits(dtype, way):
     x = x.at[70, 100].set(1e5).at[3, 5].set(-1e5).at[100, 2].set(jnp.nan).at[-1, 127].set(jnp.inf)
     most, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32) * 2
     want = jnp.where(jnp.isfinite(x), jnp.clip(wide, -most, most), jnp.nan).astype(dtype)
-    got = eight_bits.eight_bits(x, jnp.float32(2), dtype, interpret=how)
+    got = eight_bits.eight_bits(x, put(2, "float32"), dtype, interpret=how)
     check(got, want)
     assert np.isnan(np.asarray(want, np.float32)).sum() == 2
     assert float(got[2]) == np.sum(~(np.abs(np.asarray(wide)) <= most)) >= 4
@@ -79,9 +80,9 @@ def test_swiglu_in_eight_bits(way):
     ab, dh = draw(rows, 256, dtype="bfloat16"), draw(rows, 128, dtype="bfloat16")
     h, back = jax.vjp(lambda ab: gated(*_branches(ab)), ab)
     for got, want, dtype in (
-        (swiglu_eight_bits.swiglu(ab, jnp.float32(4), DTYPES[0], interpret=how), h, DTYPES[0]),
+        (swiglu_eight_bits.swiglu(ab, put(4, "float32"), DTYPES[0], interpret=how), h, DTYPES[0]),
         (
-            swiglu_eight_bits.swiglu_backward(ab, dh, jnp.float32(4), DTYPES[1], interpret=how),
+            swiglu_eight_bits.swiglu_backward(ab, dh, put(4, "float32"), DTYPES[1], interpret=how),
             back(dh)[0],
             DTYPES[1],
         ),
@@ -105,8 +106,8 @@ def test_norm_in_eight_bits(has_y, way):
     *expected, factors = norm.add_norm(x, y, None, **options, keep=True)
     for got, want in zip(results, (*expected, factors), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-    n, scale = expected[1], jnp.float32(4)
-    check(made, eight_bits.eight_bits(n, jnp.float32(8), DTYPES[0], interpret=how)[0])
+    n, scale = expected[1], put(4, "float32")
+    check(made, eight_bits.eight_bits(n, put(8, "float32"), DTYPES[0], interpret=how)[0])
     options = dict(x_dtype=jnp.float32, interpret=how)
     dx, made = norm_eight_bits.add_norm_eight_bits_backward(
         n, factors, ds, dn, scale, codes=DTYPES[1], **options
@@ -124,7 +125,7 @@ def test_norm_in_eight_bits(has_y, way):
 def test_gated_norm_in_eight_bits(activation, way):
     draw, (N, how), H, V = draws(6), way, 2, 128
     o, z, w = draw(N, H * V, dtype="bfloat16"), draw(N, 384 + H * V, dtype="bfloat16"), draw(V)
-    options, scale = dict(eps=1e-5, activation=activation), jnp.float32(16)
+    options, scale = dict(eps=1e-5, activation=activation), put(16, "float32")
     got = gated_norm_eight_bits.gated_norm_eight_bits(o, z, w, scale, DTYPES[0], **options, interpret=how)
     heads, gates = o.reshape(N, H, V), z[:, 384:].reshape(N, H, V)
     y = plain_gated_norm(GatedNorm(**options), heads, gates, w, None).reshape(N, -1)
@@ -214,7 +215,9 @@ def test_blocks_whose_operands_norms_make(monkeypatch):
     own = products._scale
     monkeypatch.setattr(fused_eight_bits, "scale_of_norm", lambda *_: 64.0)
     monkeypatch.setattr(
-        products, "_scale", lambda x, t, room: jnp.float32(64) if t == jnp.float8_e4m3fn else own(x, t, room)
+        products,
+        "_scale",
+        lambda x, t, room: put(64, "float32") if t == jnp.float8_e4m3fn else own(x, t, room),
     )
 
     def both():
@@ -275,12 +278,10 @@ def test_outliers_outside_the_sample_are_counted(kernels, monkeypatch):
         return jnp.sum(y.astype(jnp.float32))
 
     step = jax.grad(f) if kernels else jax.jit(jax.grad(f))
-    weights = [jnp.asarray(y, jnp.bfloat16) for y in w]
-    h = np.abs(np.asarray(gated(*(jnp.asarray(aligned @ y) for y in w[:2]))))
+    weights = [put(y, jnp.bfloat16) for y in w]
+    h = np.abs(np.asarray(gated(*(put(aligned @ y) for y in w[:2]))))
     assert (h[out, :16] > 400).all() and np.delete(h, out, 0).max() < 8
-    counts = [
-        float(step(jnp.float32(0), jnp.asarray(x, jnp.bfloat16), *weights)) for x in (aligned, ordinary)
-    ]
+    counts = [float(step(put(0, "float32"), put(x, jnp.bfloat16), *weights)) for x in (aligned, ordinary)]
     assert 16 < counts[0] <= 16 + 2 * 16 and counts[1] == 0
     if kernels:
         assert calls["swiglu"] == calls["swiglu_backward"] == 2

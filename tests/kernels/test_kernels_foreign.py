@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import launch
@@ -20,7 +21,7 @@ def masked(arrays, begin: int, end: int):
     """The arrays as a span of the tokens [begin, end) of one chunk sees them."""
 
     def body(gmem, smem):
-        zero, one = jnp.int32(0), jnp.int32(1)
+        zero, one = put(0, "int32"), put(1, "int32")
         span = Span(zero, None, jnp.int32(begin), jnp.int32(end), zero, one, None, False)
         for name in SHAPES:
             plgpu.copy_gmem_to_smem(getattr(gmem, name), getattr(smem, name), smem.loaded)
@@ -47,7 +48,7 @@ def masked(arrays, begin: int, end: int):
 def test_only_owned_rows_stay_and_in_a_square_only_owned_columns(begin, end):
     """Exactly, and what is not owned may be anything."""
     rng = np.random.default_rng(0)
-    arrays = {name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for name, shape in SHAPES.items()}
+    arrays = {name: put(rng.normal(size=shape), jnp.bfloat16) for name, shape in SHAPES.items()}
     row = np.arange(64)
     owned = (row >= begin) & (row < end)
     keep = {"tile": owned[:, None], "square": owned[:, None] & owned}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pool_prompts
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from pool_prompts import Case
 from test_kernels_decode import in_place
@@ -121,7 +122,7 @@ def test_pool_of_a_whole_model(to_others, interpreted):
     case = like(WHOLE, "layers", crossed=to_others)
     x = pool_prompts.draw(case)
     pool = np.stack([np.zeros_like(x["pool"]), x["pool"], np.ones_like(x["pool"])], 1)
-    o, new = pool_prompts.serve(case, x | {"pool": pool}, layer=jnp.int32(1), **KERNELS)
+    o, new = pool_prompts.serve(case, x | {"pool": pool}, layer=put(1, "int32"), **KERNELS)
     assert not np.asarray(new[:, 0]).any() and (np.asarray(new[:, 2]) == 1).all()
     pool_prompts.assert_right(case, x, o, new[:, 1])
 
@@ -132,8 +133,8 @@ def test_slots_of_any_dtype(interpreted):
     interpreted(segment_chunks=0)
     case = Case("all-padding", (3, 4, 1))
     x = pool_prompts.draw(case)
-    for numbers in (np.full(3, -1, np.int8), np.full(3, 2**32 - 1, np.uint32), jnp.array([9, -5, 2**31 - 1])):
-        o, pool = pool_prompts.serve(case, x | {"read_slots": jnp.asarray(numbers)}, **KERNELS)
+    for numbers in (np.full(3, -1, np.int8), np.full(3, 2**32 - 1, np.uint32), put([9, -5, 2**31 - 1])):
+        o, pool = pool_prompts.serve(case, x | {"read_slots": put(numbers)}, **KERNELS)
         assert not np.asarray(o).any()
         assert (np.asarray(pool) == x["pool"]).all()
 
@@ -141,14 +142,14 @@ def test_slots_of_any_dtype(interpreted):
 def lowered(case: Case, **more) -> str:
     """A call, lowered for a GPU, with the pool given away, and not copied."""
     x = pool_prompts.draw(case)
-    pool = jnp.asarray(x.pop("pool"))
+    pool = put(x.pop("pool"))
     if "layer" in more:
         pool = jnp.stack([pool] * 2, 1)
 
     def call(pool, x):
         return pool_prompts.serve(case, x | {"pool": pool}, **more)
 
-    return in_place(call, pool, jax.tree.map(jnp.asarray, x) | {"cu_seqlens": jnp.asarray(case.cu_seqlens)})
+    return in_place(call, pool, jax.tree.map(put, x) | {"cu_seqlens": put(case.cu_seqlens)})
 
 
 @pytest.mark.slow
@@ -191,7 +192,7 @@ def test_which_calls_write_in_their_slots(change, more, references):
     """The others are computed on states that are taken out of the pool, or put there afterwards. A kernel is given
     a reference to what it writes in place; what becomes of it when lowered: `test_pools_are_updated_in_place`."""
     case = Case("some", (100, 30), **change)
-    x = jax.tree.map(jnp.asarray, pool_prompts.draw(case))
+    x = jax.tree.map(put, pool_prompts.draw(case))
     program = str(jax.jit(partial(pool_prompts.serve, case, **more)).trace(x).jaxpr)
     assert ("mpmd_map[" in program) == (more.get("implementation") is None and case.dtype == "bfloat16")
     assert program.count("new_ref[") == references

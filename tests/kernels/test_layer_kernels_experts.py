@@ -10,6 +10,7 @@ import layer_kernels
 import numpy as np
 import pytest
 from collectives import traffic
+from device_arrays import put
 from fused_harness import close, draws
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
@@ -32,9 +33,9 @@ def test_rows_times_their_experts(config, swiglu, dtype):
     (D, N, E), draw = (256, 384, 4), draws(0)
     x = draw(3 * config.rows, D, dtype=dtype)
     w = draw(E, D, N, dtype=dtype, scale=D**-0.5)
-    tiles = jnp.array([3, 0, 99], jnp.int32)
+    tiles = put([3, 0, 99], jnp.int32)
     options = dict(config=config, swiglu=swiglu, interpret=INTERPRET)
-    y = expert_product.expert_product(x, w, tiles, jnp.array([2], jnp.int32), **options)
+    y = expert_product.expert_product(x, w, tiles, put([2], jnp.int32), **options)
     assert y.shape == (3 * config.rows, N // 2 if swiglu else N)
     for tile, expert in enumerate((3, 0)):
         rows = slice(tile * config.rows, (tile + 1) * config.rows)
@@ -58,7 +59,7 @@ def arguments(N, E=6, k=2, D=128, F=64):
     draw, random = draws(N), np.random.default_rng(N)
     chosen = np.stack([random.permutation(E - 1)[:k] for _ in range(N)]).astype(np.int32)
     w = [draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D))]
-    return draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k)), jnp.asarray(chosen), *w
+    return draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k)), put(chosen), *w
 
 
 @pytest.mark.parametrize("N", [1, 5, 75])
@@ -85,7 +86,7 @@ def test_few_rows_in_tiles(E=3, size=8, row_of_one=12):
     chosen[row_of_one] = 2
     options = dict(experts=E, size=size, interpret=INTERPRET)
     tiles, experts_of, counts, used, places = map(
-        np.asarray, expert_tiles.expert_tiles(x, jnp.asarray(chosen), **options)
+        np.asarray, expert_tiles.expert_tiles(x, put(chosen), **options)
     )
     (used,), numbers = used, [0, 0, 1, 1, 2]
     np.testing.assert_array_equal(experts_of[:used], numbers)
@@ -198,7 +199,7 @@ def test_on_a_mesh_devices_have_rows_or_experts(N, split, monkeypatch):
             lambda *args: jnp.sum(jnp.sin(experts.mixture(*args[:2], chosen, *args[2:]))), range(4)
         )(rows, weights, *projections)
 
-    alone = gradients(*(jnp.asarray(np.asarray(x)) for x in args))
+    alone = gradients(*(put(np.asarray(x)) for x in args))
     # The same sums in another order, rounded, and parts of them are.
     for name, x, y in zip(("rows", "weights", "gate_up", "down"), alone, gradients(*args), strict=True):
         close(fused_oracle.wide(x), y, name, 2, dtype="bfloat16")

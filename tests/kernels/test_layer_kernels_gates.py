@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
@@ -44,7 +45,7 @@ def test_gates(shape, dtype, lower_bound):
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_any_parameter(lower_bound):
     """Decays and slopes are finite, and those of the plain form, for any parameter."""
-    x = jnp.array([-3e4, -120.0, -81, -20, -1e-3, 0, 1e-3, 5, 120, 3e4], jnp.float32)
+    x = put([-3e4, -120.0, -81, -20, -1e-3, 0, 1e-3, 5, 120, 3e4], jnp.float32)
     plain = jax.vmap(
         lambda x, A: channel_log_decay(x[None, None], A[None], jnp.zeros((1, 1)), lower_bound)[0, 0],
         (0, None),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import layer_kernels
 import numpy as np
 import pytest
+from device_arrays import put
 from fused_harness import close, draws
 
 from gdn_jax.fused import latent_rows as fused
@@ -26,8 +27,8 @@ def latents(lengths, S, H=8, C=128, R=64, dtype="bfloat16"):
     scores = np.where(seen[:, None], scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     want = np.einsum("bhs,bsc->bhc", p / p.sum(-1, keepdims=True), c)
-    arrays[2:] = [jnp.asarray(np.where(seen[..., None], x, np.nan), dtype) for x in (c, k)]
-    return *arrays, jnp.asarray(lengths, jnp.int32), want
+    arrays[2:] = [put(np.where(seen[..., None], x, np.nan), dtype) for x in (c, k)]
+    return *arrays, put(lengths, jnp.int32), want
 
 
 @pytest.mark.parametrize(

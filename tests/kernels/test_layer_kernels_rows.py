@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_kernels
+from device_arrays import put
 from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
 from gdn_jax.blocks import RMSNorm, from_stream, group_projections, whole
 from gdn_jax.fused import delta_layer as fused_delta_layer
-from gdn_jax.fused import experts, latent_token
+from gdn_jax.fused import latent_token
 from gdn_jax.fused import routing as plain_routing
-from gdn_jax.fused import row_product as fused_product
 from gdn_jax.fused.channel_token import ChannelGates
 from gdn_jax.fused.experts import SharedExpert, row_mixture
+from gdn_jax.fused.kernels import trusted
 from gdn_jax.fused.row_product import heads_product, stream_product
-from gdn_jax.layers import KimiDeltaAttention, RecurrentCache, kimi_delta_attention
+from gdn_jax.layers import KimiDeltaAttention, RecurrentCache
 from gdn_jax.models import ExpertsConfig, inference
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
@@ -53,7 +54,7 @@ squares, and the largest of some thousand results is about four times as far off
 def test_a_row_and_its_experts(sizes, config):
     """CTAs go on from one tile of columns to the next, and rings wrap; with a weight of the shared expert."""
     args, want, shared = row_kernels.experts(**sizes)
-    got = expert_row.expert_row(*args, jnp.array([0.5]), config=config, interpret=INTERPRET)
+    got = expert_row.expert_row(*args, put([0.5]), config=config, interpret=INTERPRET)
     assert len(got) > 1
     close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
 
@@ -96,7 +97,7 @@ def test_experts_are_chosen_as_by_sorting(E, choice):
     x, bias = row_kernels.scores(5, E)
     scores = np.array(x)
     scores[3], scores[4, E - 5] = np.nan, np.nan
-    x, bias = jnp.asarray(scores), bias - 2
+    x, bias = put(scores), bias - 2
     weights, chosen = routing.choose(x, bias, choice, interpret=INTERPRET)
     by_sorting, by_counting = (
         jax.jit(functools.partial(plain_routing.plain_choose, choice, counts=counts))(x, bias)
@@ -173,7 +174,7 @@ def test_latent_attention_of_a_token(H, C):
             return jnp.sum(latent_token._plain(latents, length, channels, q, *others)[0].astype(jnp.float32))
 
         assert jnp.isfinite(jax.jit(jax.grad(plain))(q)).all()
-    assert jnp.isnan(call(*args[:-1], jnp.array([24], jnp.int32))[0]).all()
+    assert jnp.isnan(call(*args[:-1], put([24], jnp.int32))[0]).all()
 
 
 @pytest.fixture
@@ -184,9 +185,8 @@ def small(monkeypatch, interpreted):
     monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(8, 3))
     monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(8, 3))
     monkeypatch.setattr(latent_row.Config, "default", lambda slots: latent_row.Config(2, 2))
-    for module in (experts, plain_routing, fused_product, kimi_delta_attention, latent_token):
-        monkeypatch.setattr(module, "is_whole", lambda *arrays: True)
-    return interpreted
+    with trusted():
+        yield interpreted
 
 
 def formulas(
@@ -306,7 +306,6 @@ def test_a_layer_of_one_product(small, monkeypatch):
 def test_a_layer_in_one_kernel(small, monkeypatch):
     """Two CTAs to a head, and a stream in parts."""
     monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
-    monkeypatch.setattr(fused_delta_layer, "is_whole", lambda *arrays: True)
     assert layer_of_one_product(small, monkeypatch, 512, 2, 2, 2 * IN_TURN) == {"delta_layer": 1}
 
 
@@ -367,7 +366,7 @@ def test_a_layer_of_latents(small):
     plain.implementation = "chunked"
     x, y = draw(1, 1, 256), draw(1, 1, 256)
     k, v = (draw(1, 8, 1, width, dtype="bfloat16") for width in plain.cache_widths)
-    cache = FixedAttentionCache(k, v, jnp.array([5], jnp.int32))
+    cache = FixedAttentionCache(k, v, put([5], jnp.int32))
     _, (o, after) = from_stream(plain, norm, x, y, cache=cache)
     for names in inference.GROUPS:
         group_projections(layer, names)
@@ -394,7 +393,7 @@ def test_tokens_of_latents():
 
     @jax.jit
     def both(x, y, k, v):
-        cache = FixedAttentionCache(k, v, jnp.array([4, 1]))
+        cache = FixedAttentionCache(k, v, put([4, 1]))
         return [from_stream(part, norm, x, y, cache=cache) for part in (plain, layer)]
 
     for want, got in zip(*map(jax.tree.leaves, both(x, y, k, v)), strict=True):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET, convolution
 
@@ -103,7 +104,7 @@ def test_what_the_convolution_leaves_to_the_plain_form(interpreted):
     for extra in (
         dict(bias=jnp.zeros(x.shape[2])),
         dict(initial_state=jnp.zeros((1, x.shape[2], 3))),
-        dict(cu_seqlens=jnp.array([0, 3, 8])),
+        dict(cu_seqlens=put([0, 3, 8])),
         dict(implementation="chunked"),
     ):
         jax.eval_shape(functools.partial(fused_short_conv, **options, **extra), x, weight)

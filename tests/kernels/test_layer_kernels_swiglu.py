@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws
 from layer_kernels import INTERPRET
 
@@ -58,7 +59,7 @@ def test_swiglu_in_its_products(sizes, lead, dtype):
     a, b = branches(ab)
     for name, expected, got in (("a", x @ gate, a), ("b", x @ up, b), ("h", fused_oracle.branches(a, b), h)):
         close(expected, got, name)
-    args = (jnp.asarray(y, dtype) for y in (dy, down))
+    args = (put(y, dtype) for y in (dy, down))
     dab = swiglu_cotangents.swiglu_cotangents(*args, ab, config=config, interpret=INTERPRET)
     gradients = fused_oracle.branches_gradients(a, b, dy @ down.T)
     for name, expected, got in zip(("da", "db"), gradients, branches(dab), strict=True):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
@@ -27,7 +28,7 @@ def test_embedding_gradient(D, dtype):
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     dx = draws(D)(len(ids), D, dtype=dtype)
     assert embedding.check_supported(dx) is None
-    got = embedding.embedding_gradient(dx, jnp.asarray(order), jnp.asarray(starts), interpret=INTERPRET)
+    got = embedding.embedding_gradient(dx, put(order), put(starts), interpret=INTERPRET)
     assert got.dtype == jnp.float32
     close(fused_oracle.embedding_gradient(ids, dx, 6), got, "gradient")
 
@@ -35,7 +36,7 @@ def test_embedding_gradient(D, dtype):
 @pytest.mark.parametrize("tokens", [[[1, 1, -1, 0], [7, -8, 2**30, 1]], [[-7, 6, 6, 6]]])
 def test_seam_of_embed(tokens, interpreted):
     """-1 is the last row; tokens outside the table name none, and give none a gradient."""
-    draw, tokens = draws(4), jnp.asarray(tokens)
+    draw, tokens = draws(4), put(tokens)
     table, dx = draw(7, 128), draw(*tokens.shape, 128)
     x, back = jax.vjp(lambda table: fused_embedding.embed(table, tokens), table)
     np.testing.assert_array_equal(x, jnp.take(table, tokens, axis=0, mode="fill"))
@@ -60,12 +61,12 @@ def test_cross_entropy(T, V, D, lead):
     # Largest, and for every row: words 5 and 9 are equal, and 260 to both.
     x, weight = (
         x.at[:, 0].set(1.0),
-        weight.at[:, 0].set(0.0).at[jnp.array([5, 9, 260])].set(jnp.eye(D)[0] * 20),
+        weight.at[:, 0].set(0.0).at[put([5, 9, 260])].set(jnp.eye(D)[0] * 20),
     )
     weight = weight.astype(jnp.bfloat16)
     targets[:4] = 5, 9, 260, -1
     config = tiles.Config(lead=lead, clusters=1, down=True)
-    got = cross_entropy.cross_entropy(x, weight, jnp.asarray(targets), config=config, interpret=INTERPRET)
+    got = cross_entropy.cross_entropy(x, weight, put(targets), config=config, interpret=INTERPRET)
     logits = fused_oracle.wide(x) @ fused_oracle.wide(weight).T
     padded = np.pad(logits, ((0, 0), (0, -V % tiles.COLUMNS)), constant_values=-np.inf)
     of_tiles = padded.reshape(T, -1, tiles.COLUMNS).swapaxes(0, 1)
@@ -86,7 +87,7 @@ def test_seam_of_the_loss(interpreted):
     and once more."""
     draw, rng = draws(6), np.random.default_rng(0)
     x, weight = draw(24, 64, dtype="bfloat16"), draw(384, 64, scale=0.4)
-    targets = jnp.asarray(rng.integers(0, 384, 24)).at[3].set(384)
+    targets = put(rng.integers(0, 384, 24)).at[3].set(384)
     label_weights = jnp.ones(24).at[3].set(0.0)
 
     def value_and_gradients(implementation):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
@@ -48,7 +49,7 @@ def mma_interpreted(monkeypatch):
 
 def value_and_gradients(case: cases.Case, x: cases.Inputs, known: bool = False, **how) -> dict:
     """Outputs and gradients of `mosaic.rule` by name; outside jit, for inside the interpreter hangs."""
-    arrays = RuleArrays(*(None if y is None else jnp.asarray(y) for y in x[:8]))
+    arrays = RuleArrays(*(None if y is None else put(y) for y in x[:8]))
     lengths = x.cu_seqlens.astype(np.int64).tobytes() if known else None
     static = mosaic.Call(case.use_qk_l2norm, case.state_layout, lengths, **how)
     scale = case.K**-0.5 if case.scale is None else case.scale
@@ -57,7 +58,7 @@ def value_and_gradients(case: cases.Case, x: cases.Inputs, known: bool = False, 
         return mosaic.rule(static, RuleArrays(*primals, *arrays[6:]), scale)
 
     outputs, vjp = jax.vjp(call, *arrays[:6])
-    gradients = vjp((jnp.asarray(x.do), jnp.asarray(x.dh_T)))
+    gradients = vjp((put(x.do), put(x.dh_T)))
     return dict(zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True))
 
 

@@ -13,7 +13,8 @@ from small_layers import drawn
 
 from gdn_jax.blocks import group_projections
 from gdn_jax.fused import channel_token
-from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache, kimi_delta_attention
+from gdn_jax.fused.kernels import trusted
+from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
 from gdn_jax.models import inference
 from pallas_kernels.decode import channel_step, conv_update
 
@@ -39,10 +40,8 @@ def inputs(B=3):
     return draw(B, 1, 64), RecurrentCache(draw(B, 256, 3), draw(B, 4, 32, 32))
 
 
-def believe_in_kernels(monkeypatch) -> list[str]:
-    """The kernels take every token that they can, interpreted; which of them were called."""
-    monkeypatch.setattr(channel_token, "usable", lambda part, implementation, reason: reason is None)
-    monkeypatch.setattr(kimi_delta_attention, "is_whole", lambda *arrays: True)
+def interpret_tokens(monkeypatch) -> list[str]:
+    """The kernels of a token are interpreted; which of them were called."""
     calls = []
 
     def told(name, kernel, *args, **options):
@@ -66,8 +65,9 @@ def test_token_of_a_layer(name, grouped, monkeypatch):
     if grouped:
         group_projections(layer, inference.GROUPS[0], layer.head_v_dim)
         layer.join_factors()
-    calls = believe_in_kernels(monkeypatch)
-    y, after = layer(x, cache=cache)
+    calls = interpret_tokens(monkeypatch)
+    with trusted():
+        y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "channel_step"]
     close(expected[0], y, "y")
     close(expected[1].state, after.state, "state")
@@ -88,16 +88,16 @@ def test_derivative(name, monkeypatch):
 
     gradients = jax.grad(loss, (0, 1, 2))
     expected = jax.jit(gradients)(params, x, cache)
-    monkeypatch.setattr(channel_token, "usable", lambda *_: True)
-    monkeypatch.setattr(kimi_delta_attention, "is_whole", lambda *arrays: True)
     monkeypatch.setattr(channel_token, "_by_kernels", channel_token.plain_token)
-    got = jax.jit(lambda *args: gradients(*args))(params, x, cache)
+    with trusted():
+        got = jax.jit(lambda *args: gradients(*args))(params, x, cache)
     for want, y in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
         close(np.asarray(want), y, "gradient")
 
 
 def test_what_erases_nothing_runs_in_plain_jax(monkeypatch):
     """The kernel erases what it writes."""
-    calls = believe_in_kernels(monkeypatch)
-    y, _ = call(layer_of(GatedLinearAttention), *inputs())
+    calls = interpret_tokens(monkeypatch)
+    with trusted():
+        y, _ = call(layer_of(GatedLinearAttention), *inputs())
     assert not calls and np.isfinite(y).all()

@@ -17,10 +17,11 @@ from small_layers import drawn
 from gdn_jax.blocks import group_projections
 from gdn_jax.fused import norms
 from gdn_jax.fused import token as fused_token
+from gdn_jax.fused.kernels import trusted
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, recurrent
 from gdn_jax.models import inference
 from pallas_kernels.decode import conv_update, step
-from pallas_kernels.device import launch
+from pallas_kernels.layer import norm
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -40,17 +41,9 @@ def token_inputs(params, B=3):
     return params, draw(B, 1, 64), layer
 
 
-def believe_in_kernels(monkeypatch, whole):
-    """Kernels take the tokens of layers: the one of decoding alone, as on a mesh, or the convolution's too."""
-    monkeypatch.setattr(fused_token, "usable", lambda part, implementation, reason: reason is None)
-    monkeypatch.setattr(fused_token, "is_whole", lambda *arrays: whole)
-
-
 def interpret_tokens(monkeypatch) -> list[str]:
     """The kernels of a token are interpreted; which of them were called."""
-    # Outside jit, inside which the interpreter hangs.
-    monkeypatch.setattr(fused_token, "run", lambda kernel, static, args, *_: kernel(static, *args))
-    calls = []
+    calls = []  # outside jit, inside which the interpreter hangs
 
     def told(name, kernel, *args, **options):
         calls.append(name)
@@ -58,6 +51,7 @@ def interpret_tokens(monkeypatch) -> list[str]:
 
     for module, name in ((conv_update, "conv_update"), (step, "step_of_channels")):
         monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))
+    monkeypatch.setattr(norm, "add_norm", functools.partial(norm.add_norm, interpret=INTERPRET))
     return calls
 
 
@@ -73,9 +67,9 @@ def test_token_of_a_layer(options, whole, monkeypatch):
     params, plain = token_layer("chunked", **options)
     args = token_inputs(params)
     expected = jax.jit(plain)(*args)
-    believe_in_kernels(monkeypatch, whole)
     calls = interpret_tokens(monkeypatch)
-    y, cache = token_layer(**options)[1](*args)
+    with trusted(whole=whole):
+        y, cache = token_layer(**options)[1](*args)
     assert calls == ["conv_update"] * whole + ["step_of_channels"]
     close(expected[0], y, "y")
     close(expected[1].state, cache.state, "state")
@@ -98,7 +92,6 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
     x, cache = draws(0)(3, 1, 64), GatedDeltaNetCache(draws(1)(3, 192, 3), draws(2)(3, 2, 32, 32))
     expected = jax.jit(plain)(params, x, cache)
     assert layer.g_proj.stop == layer.g_proj.group.weight[...].shape[0] == 288 and layer.b_proj.stop == 196
-    believe_in_kernels(monkeypatch, whole=True)
     of_channels = norms.gated_norm_of_channels
     gates = []
 
@@ -108,7 +101,8 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
 
     monkeypatch.setattr(recurrent, "gated_norm_of_channels", told)
     calls = interpret_tokens(monkeypatch)
-    y, after = layer(x, cache=cache)
+    with trusted():
+        y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "step_of_channels"] and gates == [(3, 1, 288)]
     close(expected[0], y, "y")
     close(expected[1].state, after.state, "state")
@@ -117,9 +111,10 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
     dy = draws(3)(3, 1, 64), jax.tree.map(np.ones_like, cache)
     _, want = fused_harness.compiled_vjp(lambda *args: plain(params, *args))(dy, x, cache)
     graphdef, copy = nnx.split(layer)
-    _, got = fused_harness.compiled_vjp(lambda x, cache: nnx.merge(graphdef, copy)(x, cache=cache))(
-        dy, x, cache
-    )
+    with trusted():
+        _, got = fused_harness.compiled_vjp(lambda x, cache: nnx.merge(graphdef, copy)(x, cache=cache))(
+            dy, x, cache
+        )
     for like, dx in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         close(like, dx, "derivative", sums=2e-6)
 
@@ -149,38 +144,37 @@ def test_derivative_of_a_token(whole, monkeypatch):
     args = token_inputs(params)
     dy = draws(1)(3, 1, 64), GatedDeltaNetCache(draws(2)(3, 256, 3), draws(3)(3, 4, 32, 32))
     _, expected = fused_harness.compiled_vjp(plain)(dy, *args)
-    believe_in_kernels(monkeypatch, whole)
     monkeypatch.setattr(fused_token, "_by_kernel", fused_token._plain)
     monkeypatch.setattr(fused_token, "_mix_by_kernels", fused_token._mix_token_plain)
-    _, got = fused_harness.compiled_vjp(token_layer(allow_neg_eigval=True)[1])(dy, *args)
+    with trusted(whole=whole):
+        _, got = fused_harness.compiled_vjp(token_layer(allow_neg_eigval=True)[1])(dy, *args)
     for (path, like), x in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         close(like, x, jax.tree_util.keystr(path), sums=2e-6)
 
 
 @pytest.mark.parametrize("why", ["mask", "rule", "head_dim", "implementation"])
-def test_tokens_that_the_kernel_does_not_take(why, monkeypatch):
+def test_tokens_that_the_kernel_does_not_take(why):
     """They run in plain JAX."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
     options = {"rule": {"rule": "delta"}, "implementation": {"implementation": "chunked"}}.get(why, {})
     sizes = dict(num_heads=2, head_dim=24 if why == "head_dim" else 32, expand_v=1.0)
     layer = drawn(lambda rngs: GatedDeltaNet(64, **sizes, **options, rngs=rngs))
     mask = jax.device_put(np.ones((2, 1), bool)) if why == "mask" else None
     x = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
-    jaxpr = str(jax.make_jaxpr(lambda x: layer(x, cache=layer.init_cache(2), mask=mask))(x))
+    with trusted():
+        jaxpr = str(jax.make_jaxpr(lambda x: layer(x, cache=layer.init_cache(2), mask=mask))(x))
     assert "decode_step" not in jaxpr
 
 
-def test_a_loop_of_tokens_changes_states_where_they_lie(monkeypatch):
+def test_a_loop_of_tokens_changes_states_where_they_lie():
     """Lowered for a GPU, every layer's state is an alias of what the kernel returns."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
-    monkeypatch.setattr(fused_token, "is_whole", lambda *arrays: True)
     params, run = token_layer()
 
     def loop(params, x, cache):
         return jax.lax.fori_loop(0, 3, lambda i, carry: run(params, *carry), (x, cache))
 
     args = jax.eval_shape(token_inputs, params)
-    text = jax.jit(loop).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with trusted():
+        text = jax.jit(loop).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     for state in ("3x256x3", "3x4x32x32"):
         calls = [
             line for line in text.splitlines() if "mosaic_gpu" in line and f"tensor<{state}xf32>" in line

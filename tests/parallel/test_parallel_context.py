@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import traffic
+from device_arrays import put
 from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
@@ -43,7 +44,7 @@ def on_mesh(mesh, case, x, implementation="chunked", by="states"):
 
     specs = (TOKENS,) * 5 + (WHOLE, WHOLE, TOKENS)
     f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(TOKENS, WHOLE))
-    cu, ids = (None if y is None else jnp.asarray(y) for y in (x.cu_seqlens, x.segment_ids))
+    cu, ids = (None if y is None else put(y) for y in (x.cu_seqlens, x.segment_ids))
     return lambda *primals: f(*primals, cu, ids)
 
 
@@ -111,7 +112,7 @@ def test_what_is_handed_over():
         x = cases.inputs(case)
         call = on_mesh(mesh_of((4,), ("context",)), case, x, "recurrent", by)
         f = value_and_gradients(lambda *p: call(*p, x.initial_state)[0].astype(jnp.float32))
-        return traffic(f.lower(x[:5], jnp.asarray(x.do)).compile().as_text())
+        return traffic(f.lower(x[:5], put(x.do)).compile().as_text())
 
     # q, k and v at once, the gates at once, and o; and their cotangents.
     got = sent(32, None)
@@ -149,9 +150,9 @@ def test_a_scale_that_is_an_array():
         return context.gated_delta_rule(q, k, v, axis_name="context", scale=scale)[0]
 
     f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS,) * 3 + (WHOLE,), out_specs=TOKENS)
-    got = value_and_gradients(f)((*x[:3], jnp.float32(0.3)), jnp.asarray(x.do))
+    got = value_and_gradients(f)((*x[:3], put(0.3, "float32")), put(x.do))
     f = lambda q, k, v, scale: gdn_jax.gated_delta_rule(q, k, v, scale=scale)[0]  # noqa: E731
-    expected = value_and_gradients(f)((*x[:3], jnp.float32(0.3)), jnp.asarray(x.do))
+    expected = value_and_gradients(f)((*x[:3], put(0.3, "float32")), put(x.do))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
@@ -167,7 +168,7 @@ def sent_by(devices, T):
         return call(*primals, x.initial_state)[0].astype(jnp.float32)
 
     f = value_and_gradients(loss)
-    return traffic(f.lower(x[:5], jnp.asarray(x.do)).compile().as_text())
+    return traffic(f.lower(x[:5], put(x.do)).compile().as_text())
 
 
 @pytest.mark.slow
@@ -190,7 +191,7 @@ def borders_of(cu, T, devices):
         return jax.tree.map(lambda y: jnp.asarray(y)[None], Borders.of_packed(cu, T, "context"))
 
     f = jax.shard_map(local, mesh=mesh, in_specs=WHOLE, out_specs=spec("context"))
-    return [np.asarray(y).astype(int).tolist() for y in jax.jit(f)(jnp.asarray(cu))]
+    return [np.asarray(y).astype(int).tolist() for y in jax.jit(f)(put(cu))]
 
 
 def test_borders_of_packed_sequences():
@@ -228,11 +229,11 @@ def check_convolution(devices, T, W=4, D=3, state=True, bias=True, segments=None
         rng.standard_normal(shape).astype(np.float32) if given else None
         for shape, given in (((B, T, D), 1), ((D, W), 1), ((D,), bias), ((N, D, W - 1), state))
     )
-    cu = jnp.asarray(np.cumsum((0, *lengths)), jnp.int32) if lengths else None
+    cu = put(np.cumsum((0, *lengths)), jnp.int32) if lengths else None
     ids = None
     if segments:  # every other id is the same: what counts is a change
         numbers = np.searchsorted(np.array(segments), np.arange(T), side="right") % 2
-        ids = jnp.asarray(np.broadcast_to(numbers, (B, T)), jnp.int32)
+        ids = put(np.broadcast_to(numbers, (B, T)), jnp.int32)
 
     def whole(x, weight, bias, state):
         return causal_conv1d(x, weight, bias, initial_state=state, cu_seqlens=cu, segment_ids=ids)
@@ -375,9 +376,9 @@ def test_kernels_interpreted():
     T = 78  # two chunks on each, and as many segments
     case = cases.Case("context kernels", T=2 * T, B=1, heads=(1, 1, 1), K=16, V=16)
     x, expected, kernels = drawn_for_kernels(case)
-    state, dh_T = jnp.asarray(x.initial_state), jnp.asarray(x.dh_T)
+    state, dh_T = put(x.initial_state), put(x.dh_T)
     *tokens, do = (jnp.concatenate([jnp.asarray(y)[:, :T], jnp.asarray(y)[:, T:]]) for y in (*x[:5], x.do))
-    yes = jnp.asarray(True)
+    yes = put(True)
     borders = Borders(None, None, yes, yes, yes)
 
     begins = jnp.concatenate([state, jnp.zeros_like(state)])
@@ -400,11 +401,11 @@ def test_packed_kernels_interpreted():
     T, lengths = 78, (20, 65, 71)
     case = cases.Case("context kernels", T=2 * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
     x, expected, kernels = drawn_for_kernels(case)
-    state, dh_T = jnp.asarray(x.initial_state), jnp.asarray(x.dh_T)
+    state, dh_T = put(x.initial_state), put(x.dh_T)
     zeros = jnp.zeros((1, *state.shape[1:]))
-    yes, no, n = jnp.asarray(True), jnp.asarray(False), jnp.int32(1)
-    cu = [jnp.asarray(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32) for d in (0, 1)]
-    halves = [[jnp.asarray(y)[:, d * T : (d + 1) * T] for y in (*x[:5], x.do)] for d in (0, 1)]
+    yes, no, n = put(True), put(False), put(1, "int32")
+    cu = [put(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32) for d in (0, 1)]
+    halves = [[put(y)[:, d * T : (d + 1) * T] for y in (*x[:5], x.do)] for d in (0, 1)]
     locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import traffic
+from device_arrays import put
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 
@@ -57,10 +58,10 @@ def draws(T, segments):
     rng = np.random.default_rng(0)
     shapes = (B, T, D), (D, 4), (B, T, HEADS, WIDTH), (B, T, HEADS, WIDTH), (B, T, HV * WIDTH)
     x, weight, *cotangents = (rng.standard_normal(shape) for shape in shapes)
-    x, *cotangents = (jnp.asarray(y, jnp.float16) for y in (x, *cotangents))
+    x, *cotangents = (put(y, jnp.float16) for y in (x, *cotangents))
     starts = ((5, 8, 15, 16, 17, 26), (1, 2, 9, 10, 11, 24))
     ids = [np.searchsorted(row, np.arange(T), side="right") for row in starts]
-    return x, jnp.asarray(weight, jnp.float32), tuple(cotangents), jnp.asarray(ids) if segments else None
+    return x, put(weight, jnp.float32), tuple(cotangents), put(ids) if segments else None
 
 
 def results(call, x, weight, cotangents, ids, where=lambda y: y):

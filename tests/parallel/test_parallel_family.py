@@ -1,9 +1,9 @@
 """The family's rule over split tokens and on meshes: as on one device."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from harness import tiers
 from meshes import EXPLICIT, mesh_from, mesh_of, place, spec, value_and_gradients
 from tolerances import assert_close, bound, head_axis
@@ -43,7 +43,7 @@ def test_split_tokens(name):
         return context_family.delta_rule(**arrays, **sequences, **options)
 
     known = dict(cu_seqlens=x.cu_seqlens, segment_ids=x.segment_ids)
-    sequences = {name: jnp.asarray(y) for name, y in known.items() if y is not None}
+    sequences = {name: put(y) for name, y in known.items() if y is not None}
     specs = (
         {name: WHOLE if name == "initial_state" else TOKENS for name in given},
         {name: TOKENS if name == "segment_ids" else WHOLE for name in sequences},
@@ -51,7 +51,7 @@ def test_split_tokens(name):
     f = jax.shard_map(
         local, mesh=mesh_of((devices,), ("context",)), in_specs=specs, out_specs=(TOKENS, WHOLE)
     )
-    primals = {name: jnp.asarray(getattr(x, name)) for name in given}
+    primals = {name: put(getattr(x, name)) for name in given}
     outputs, (gradients,) = value_and_gradients(lambda arrays: f(arrays, sequences))(
         (primals,), (x.do, x.dh_T)
     )
@@ -68,8 +68,8 @@ def test_what_a_model_calls():
     """Rows, heads and tokens over a mesh of a model, under plain jit."""
     call = Case("mesh", T=32, B=2, heads=(2, 2, 2), K=6, V=4)
     x = family_cases.inputs(family_cases.FamilyCase(call, "mixed", "channel", "channel"))
-    arguments = [jnp.asarray(y) for y in (x.q, x.k, x.v, x.g)]
-    apart = dict(erase=jnp.asarray(x.erase), write=jnp.asarray(x.write))
+    arguments = [put(y) for y in (x.q, x.k, x.v, x.g)]
+    apart = dict(erase=put(x.erase), write=put(x.write))
     want = delta_rule(*arguments, **apart)
     _, mesh = mesh_from("data=2,head=2,context=2")
     with jax.set_mesh(mesh):
@@ -83,7 +83,7 @@ def test_explicit_axes():
     """Rows and heads on explicit axes of a mesh: results lie as the arguments do."""
     call = Case("explicit", T=32, B=2, heads=(2, 2, 2), K=6, V=4)
     x = family_cases.inputs(family_cases.FamilyCase(call, "mixed", "channel", "channel"))
-    arrays = [jnp.asarray(y) for y in (x.q, x.k, x.v, x.g, x.erase, x.write)]
+    arrays = [put(y) for y in (x.q, x.k, x.v, x.g, x.erase, x.write)]
 
     def rule(q, k, v, g, erase, write):
         return delta_rule(q, k, v, g, erase=erase, write=write)

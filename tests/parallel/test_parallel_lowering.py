@@ -11,6 +11,7 @@ import meshes
 import numpy as np
 import pytest
 from collectives import traffic
+from device_arrays import put
 from flax import nnx
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -136,7 +137,7 @@ def test_real_compositions_run_on_the_shards(kernels, options, placement, shardy
     case = cases.Case("real", K=64, V=64, **options)
     T, B, (Hq, Hk, HV) = case.T, case.B, case.heads
     N = len(case.lengths) if case.lengths else B
-    cu = jnp.asarray(np.cumsum((0, *case.lengths)), jnp.int32) if case.lengths else None
+    cu = put(np.cumsum((0, *case.lengths)), jnp.int32) if case.lengths else None
     mesh, (tokens, states) = mesh_of((2, 4), ("d", "e")), PLACEMENTS[placement]
 
     def array(shape, dtype, where):
@@ -204,7 +205,7 @@ def test_a_deep_model_lowers_no_more_kernels(text, heads, width):
 def fused_part(name):
     """A fused part of arrays [B, T, ..] and of weights, those arrays, and how many of them are split."""
     rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.standard_normal((8, 64, 1024)), jnp.bfloat16) for _ in range(2))
+    x, y = (put(rng.standard_normal((8, 64, 1024)), jnp.bfloat16) for _ in range(2))
     heads, vector, many = x.reshape(8, 64, 8, 128), jnp.ones(1024), x.reshape(8, 1024, 64)
     return {
         "convolution": (lambda x, w: short_conv(x, w, heads=4, width=64)[:3], (x, jnp.ones((1024, 4))), 1),

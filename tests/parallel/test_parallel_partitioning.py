@@ -5,11 +5,11 @@ import functools
 import warnings
 
 import jax
-import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
 from collectives import traffic
+from device_arrays import put
 from jax.sharding import NamedSharding
 from meshes import (
     AUTO,
@@ -53,7 +53,7 @@ def run(implementation, case, x, mesh, placement=None, **options):
     """Outputs and gradients of arguments that lie so on a mesh, by name; and what was sent."""
     tokens, states = placement or (spec(), spec())
 
-    cu = None if x.cu_seqlens is None else jnp.asarray(x.cu_seqlens)
+    cu = None if x.cu_seqlens is None else put(x.cu_seqlens)
 
     def call(*primals):
         known = dict(initial_state=primals[5], cu_seqlens=cu, segment_ids=ids)
@@ -206,7 +206,7 @@ def test_a_mesh_that_tracing_does_not_see():
     case = CASES["plain"]
     x = cases.inputs(case, "bfloat16")
     mesh = mesh_of((8,), ("d",))
-    start = jnp.asarray(x.initial_state)
+    start = put(x.initial_state)
 
     def call(*tokens):
         return gdn_jax.gated_delta_rule(*tokens, implementation="mosaic_gpu", initial_state=start)[0]
@@ -225,7 +225,7 @@ def test_a_mesh_that_tracing_does_not_see():
 def test_debug_checks_tell_what_is_gathered(kind):
     x = cases.inputs(CASES["plain"], "bfloat16")
     mesh = mesh_of((2, 4), ("d", "e"), kind)
-    start = jnp.asarray(x.initial_state)
+    start = put(x.initial_state)
 
     def call(*tokens):
         return gdn_jax.gated_delta_rule(*tokens, implementation="mosaic_gpu", initial_state=start)

@@ -10,6 +10,7 @@ import meshes
 import numpy as np
 import pytest
 from collectives import traffic
+from device_arrays import put
 from jax import export
 from jax.sharding import NamedSharding
 from meshes import AUTO, EXPLICIT, mesh_of, spec
@@ -44,22 +45,18 @@ def arrays(heads=(8, 16), width=8, length=4) -> dict:
     """Arguments of the calls; a ring holds two tokens of each of its slots."""
     rng, size = np.random.default_rng(0), (width, width)
     x = draw(3, 3, heads=heads, widths=size)
-    pool = jnp.asarray(draw_pool(14, HV=heads[1], widths=size))
+    pool = put(draw_pool(14, HV=heads[1], widths=size))
     ring = serving.make_ring_pool(pool, num_key_heads=heads[0], length=length, trees=True)
-    held = {
-        name: jnp.asarray(rng.normal(size=y.shape), y.dtype)
-        for name, y in ring._asdict().items()
-        if y.ndim > 2
-    }
+    held = {name: put(rng.normal(size=y.shape), y.dtype) for name, y in ring._asdict().items() if y.ndim > 2}
     ring = ring._replace(**held | dict(g=-abs(held["g"]), cursors=ring.cursors + np.array([2, 1], np.int32)))
     conv = {"channels": (3, 24), "windows": (14, 24, 3), "filter": (24, 4)}
     return {
-        "tokens": tuple(map(jnp.asarray, x.tokens)),
+        "tokens": tuple(map(put, x.tokens)),
         "gates": x.gates,
         "pool": pool,
         "ring": ring._replace(parents=None),
-        "trees": ring._replace(parents=jnp.asarray(rng.integers(-1, 1, ring.parents.shape), jnp.int32)),
-    } | {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in conv.items()}
+        "trees": ring._replace(parents=put(rng.integers(-1, 1, ring.parents.shape), jnp.int32)),
+    } | {name: put(rng.normal(size=shape), jnp.float32) for name, shape in conv.items()}
 
 
 def lie(mesh, name: str, array, axes="d"):

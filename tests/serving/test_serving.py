@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import (
     HK,
     K,
@@ -43,7 +44,7 @@ def test_decode(dtype, pool_dtype, state_layout):
     read = np.array([3, -1, 0, 10, 7, 5], np.int32)
     write = np.array([3, 6, 2, -1, 10, 0], np.int32)
     o, new = compiled(serving.decode, state_layout=state_layout)(
-        *one(x), pool, **x.gates, read_slots=jnp.asarray(read), write_slots=jnp.asarray(write)
+        *one(x), pool, **x.gates, read_slots=put(read), write_slots=put(write)
     )
     want_o, want = expected(x, pool[read], state_layout=state_layout)
     assert o.dtype == dtype and new.dtype == pool_dtype
@@ -147,7 +148,7 @@ def test_more_slots_than_a_narrow_dtype_counts(dtype, size, slot):
         np.random.default_rng(0).standard_normal((size, 2)).astype(np.float32),
         np.array([slot], dtype),
     )
-    for numbers in (slots, jnp.asarray(slots)):
+    for numbers in (slots, put(slots)):
         np.testing.assert_array_equal(
             serving.take_slots(pool, numbers, null_slot=size - 1 if slot < size - 1 else 0), pool[[slot]]
         )
@@ -174,7 +175,7 @@ def test_narrow_slots_in_every_operation():
     row = (*(y for y in x.tokens[:3]), -np.ones((1, 2, 4), np.float32), None)
     at, one_slot = np.array([[100, 7]], np.int8), np.array([100], np.int8)
     spans = dict(state_slots=at, num_accepted_tokens=np.ones(1, np.int8))
-    ring = serving.make_ring_pool(jnp.asarray(pool), num_key_heads=HK, length=150)
+    ring = serving.make_ring_pool(put(pool), num_key_heads=HK, length=150)
     layers = np.repeat(pool[:, None], 130, 1)  # more than int8 counts
     windows = np.random.default_rng(0).standard_normal((200, 5, 3)).astype(np.float32)
     inputs, weight = np.ones((1, 5), np.float32), np.ones((5, 4), np.float32)
@@ -182,12 +183,12 @@ def test_narrow_slots_in_every_operation():
         (serving.decode, (*one(x), pool), dict(x.gates, read_slots=one_slot)),
         (serving.verify, (*x.tokens, pool), dict(x.gates, **spans)),
         (serving.verify, (*x.tokens, ring), x.gates | spans | dict(state_slots=one_slot)),
-        (serving.prefill, (*row, jnp.array([0, 2], jnp.int8), pool), dict(read_slots=one_slot)),
+        (serving.prefill, (*row, put([0, 2], jnp.int8), pool), dict(read_slots=one_slot)),
         (serving.causal_conv1d_update, (inputs, windows, weight), dict(read_slots=one_slot)),
         (serving.decode, (*one(x), layers), dict(x.gates, read_slots=one_slot, layer=np.array(2, np.int8))),
     )
     for f, args, options in calls:
-        options = {name: jnp.asarray(y) for name, y in options.items()}
+        options = {name: put(y) for name, y in options.items()}
         wide = {
             name: y.astype(jnp.int32) if "slots" in name or name == "layer" else y
             for name, y in options.items()
@@ -201,7 +202,7 @@ def test_narrow_slots_in_every_operation():
 def test_a_slot_outside_the_pool_is_padding():
     """Where nobody looks at values: it reads no other request's state and writes none."""
     x, pool = draw(3, 1), draw_pool(4)
-    o, new = compiled(serving.decode)(*one(x), pool, **x.gates, read_slots=jnp.array([4, -2, 2**31 - 1]))
+    o, new = compiled(serving.decode)(*one(x), pool, **x.gates, read_slots=put([4, -2, 2**31 - 1]))
     assert not np.asarray(o).any()
     assert_same_bits(pool, new)
 
@@ -260,7 +261,7 @@ def test_a_pool_of_several_layers():
 
 def test_the_pool_is_donated():
     """Outside jit the pool's memory goes on in the new pool; what is left of the old one raises."""
-    x, pool = draw(2, 1), jnp.asarray(draw_pool(3))
+    x, pool = draw(2, 1), put(draw_pool(3))
     address = pool.unsafe_buffer_pointer()
     _, new = serving.decode(*one(x), pool, **x.gates, read_slots=np.array([0, 2]))
     assert pool.is_deleted() and new.unsafe_buffer_pointer() == address
@@ -288,7 +289,7 @@ def test_ten_thousand_tokens(pool_dtype, bound):
     @jax.jit
     def run(pool, tokens):
         def token(pool, x):
-            o, pool = serving.decode(*x, pool, **gates, read_slots=jnp.array([2, 0]))
+            o, pool = serving.decode(*x, pool, **gates, read_slots=put([2, 0]))
             return pool, o
 
         return jax.lax.scan(token, pool, tokens)
@@ -341,7 +342,7 @@ def beyond(elements: int) -> None:
     slots = elements // (32 * 128 * 128) + 3
     x, state = draw(2, 1, heads=heads, widths=widths), draw_pool(2, HV=32, widths=widths)
     read = np.array([slots - 1, slots - 2])
-    pool = serving.put_slots(jnp.zeros((slots, 32, 128, 128), jnp.float32), read, jnp.asarray(state))
+    pool = serving.put_slots(jnp.zeros((slots, 32, 128, 128), jnp.float32), read, put(state))
     o, pool = serving.decode(*one(x), pool, **x.gates, read_slots=read)
     want_o, want = expected(x, state)
     assert_close(want_o[:, 0], o, STATE_F32)

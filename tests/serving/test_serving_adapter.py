@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapter_calls import arrays, call, close, normal, sigmoid, softplus, states_close
+from device_arrays import put
 
 from gdn_jax.adapters import tpu_inference
 from gdn_jax.checks import family_oracle
@@ -94,7 +95,7 @@ def serve(mode, lengths, slots, distribution, contexts, *, known=False, drafts=0
     if known:
         (got_windows, got_states), out = jax.jit(partial(fused, distribution))(*arguments)
     else:
-        (got_windows, got_states), out = jax.jit(fused)(jnp.asarray(distribution), *arguments)
+        (got_windows, got_states), out = jax.jit(fused)(put(distribution), *arguments)
     close("o", expected[None, :, None], np.asarray(out)[None, :, None])
     states_close(expected_states, got_states)
     np.testing.assert_allclose(got_windows, expected_windows, atol=1e-6)

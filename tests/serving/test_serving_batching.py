@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from flax import nnx
 
 from gdn_jax import serving
@@ -81,9 +82,7 @@ def wanted():
     mask = np.zeros(rows.shape, bool)
     for i, prompt in enumerate(prompts()):
         rows[i, : len(prompt)], mask[i, : len(prompt)] = prompt, True
-    tokens = np.asarray(
-        generate(model(), jnp.asarray(rows), max(n for _, n in REQUESTS), mask=jnp.asarray(mask))
-    )
+    tokens = np.asarray(generate(model(), put(rows), max(n for _, n in REQUESTS), mask=put(mask)))
     for i, (_, number) in enumerate(REQUESTS):
         together[i] = tokens[i, :number]
     return together

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw, draw_pool, expected, one
 from tolerances import rms_ratio
 
@@ -29,7 +30,7 @@ def error_bound(x, dtype):
 def test_numbers_are_rounded_to_the_nearest_code_of_their_row(dtype):
     x = draw_pool(5) * np.logspace(-20, 20, 5, dtype=np.float32)[:, None, None, None]
     x[1, 0, 2] = 0
-    codes = serving.make_byte_states(jnp.array(x), dtype=dtype)
+    codes = serving.make_byte_states(put(x), dtype=dtype)
     assert codes.codes.dtype == dtype and codes.scale.shape == x.shape[:-1]
     assert (np.abs(decoded(codes) - x) <= error_bound(x, dtype)).all()
     assert not decoded(codes)[1, 0, 2].any()
@@ -38,7 +39,7 @@ def test_numbers_are_rounded_to_the_nearest_code_of_their_row(dtype):
         decoded(codes), decoded(again), rtol=1e-6
     )  # a state that is kept does not wander
     x[0, 0, 1, 3], x[0, 1, 0, 2] = np.nan, np.inf
-    spoiled = np.isnan(decoded(serving.make_byte_states(jnp.array(x), dtype=dtype)))
+    spoiled = np.isnan(decoded(serving.make_byte_states(put(x), dtype=dtype)))
     assert spoiled[0, 0, 1].all() and spoiled[0, 1, 0].all() and spoiled.sum() == 2 * V
 
 
@@ -47,7 +48,7 @@ def both(dtype, *, layout="kv", layers=(), **ring):
     pool = np.broadcast_to(
         draw_pool(6, state_layout=layout), (*layers, 6, HV, *((K, V) if layout == "kv" else (V, K)))
     )
-    codes = serving.make_byte_states(jnp.array(np.moveaxis(pool, 0, 1) if layers else pool), dtype=dtype)
+    codes = serving.make_byte_states(put(np.moveaxis(pool, 0, 1) if layers else pool), dtype=dtype)
     options = dict(num_key_heads=HK, length=LENGTH, dtype=np.float32, state_layout=layout) | ring
     return tuple(serving.make_ring_pool(y, **options) for y in (codes, decoded(codes)))
 
@@ -84,14 +85,14 @@ def test_drafts_prompts_and_copies():
     for ring in both("int8", layers=(2,)):
         copied = serving.copy_slots(ring, np.array([3, 0]), np.array([1, 2]))
         o, new = serving.verify(
-            *map(jnp.asarray, x.tokens),
+            *map(put, x.tokens),
             copied,
             **x.gates,
             state_slots=np.array([1, 2, 4]),
             num_accepted_tokens=np.ones(3, int),
             layer=1,
         )
-        q, k, v = (jnp.asarray(y).reshape(1, 12, *y.shape[2:]) for y in x.tokens[:3])
+        q, k, v = (put(y).reshape(1, 12, *y.shape[2:]) for y in x.tokens[:3])
         counts = np.asarray(new.count)
         prompts = dict(read_slots=np.array([1, 5, -1]), write_slots=np.array([5, 0, 3]), layer=1)
         p, after = serving.prefill(
@@ -113,7 +114,7 @@ def test_drafts_prompts_and_copies():
 def test_gates_of_channels():
     x, (ring, want) = draw(3, 1), both("int8", channels=True, length=1)
     q, k, v, a, b = one(x)
-    a = jnp.asarray(a)[..., None] * jnp.linspace(0.5, 1, K)
+    a = put(a)[..., None] * jnp.linspace(0.5, 1, K)
     gates = dict(A_log=x.gates["A_log"], dt_bias=jnp.zeros((HV, K)))
     (o, ring), (want_o, want) = (
         serving.decode(q, k, v, a, b, y, **gates, read_slots=SLOTS) for y in (ring, want)

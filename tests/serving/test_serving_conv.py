@@ -1,9 +1,9 @@
 """The convolution over a pool of its states, against the plain operations, which are tested against float64."""
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import assert_same_bits, compiled
 
 from gdn_jax import conv, serving
@@ -27,7 +27,7 @@ def test_prompts(pool_dtype):
     read, write = np.array([6, 2, 0, -1, 3]), np.array([6, 5, 1, 7, -1])
     starts = np.array([True, True, False, True, True])
     y, new = compiled(serving.causal_conv1d)(
-        x, jnp.asarray(cu), pool, WEIGHT, BIAS, read_slots=read, write_slots=write, has_initial_state=starts
+        x, put(cu), pool, WEIGHT, BIAS, read_slots=read, write_slots=write, has_initial_state=starts
     )
     state = np.where(starts[:, None, None], pool[read], 0)
     want, final = compiled(conv.causal_conv1d)(x, WEIGHT, BIAS, initial_state=state, cu_seqlens=cu)
@@ -45,7 +45,7 @@ def test_one_token():
     y, new = compiled(serving.causal_conv1d_update, null_slot=0)(
         x, pool, WEIGHT, read_slots=read, write_slots=write
     )
-    want, state = conv.causal_conv1d_update(jnp.asarray(x), jnp.asarray(pool[read]), jnp.asarray(WEIGHT))
+    want, state = conv.causal_conv1d_update(put(x), put(pool[read]), put(WEIGHT))
     assert y.dtype == BF16
     np.testing.assert_array_equal(np.asarray(want)[[0, 2]], np.asarray(y)[[0, 2]])
     assert not np.asarray(y)[[1, 3]].any()

@@ -1,9 +1,9 @@
 """Verification of drafts with a state after each token: chains, trees, uneven numbers of tokens, the walk-through."""
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import K, V, assert_same_bits, compiled, draw, draw_pool, every_state, expected, fresh, one
 from tolerances import assert_close
 
@@ -15,7 +15,7 @@ O_BF16, STATE_BF16 = 1e-2, 5e-3
 
 
 def tokens(x):
-    return tuple(map(jnp.asarray, x.tokens))
+    return tuple(map(put, x.tokens))
 
 
 def test_walk_through_with_three_drafts():
@@ -64,7 +64,7 @@ def test_verify(T, heads, pool_dtype, state_layout, widths=(K, V)):
     accepted = rng.integers(1, T + 1, 5)
     pool = draw_pool(5 * T + 3, HV=heads[1], widths=widths, dtype=pool_dtype, state_layout=state_layout)
     o, new = compiled(serving.verify, state_layout=state_layout)(
-        *x.tokens, pool, **x.gates, state_slots=jnp.asarray(slots), num_accepted_tokens=jnp.asarray(accepted)
+        *x.tokens, pool, **x.gates, state_slots=put(slots), num_accepted_tokens=put(accepted)
     )
     start = pool[slots[np.arange(5), accepted - 1]]
     want_o, want = every_state(x, start, state_layout=state_layout)
@@ -171,7 +171,7 @@ def test_trees_on_a_ring():
     T, steps, at = 7, 9, np.array([3, 0, 4])
     x, pool = draw(3, T * steps, seed=8), draw_pool(6)
     x.A_log[1] = 100  # this head forgets all at every token
-    ring = serving.make_ring_pool(jnp.array(pool), num_key_heads=2, length=16, dtype=np.float32, trees=True)
+    ring = serving.make_ring_pool(put(pool), num_key_heads=2, length=16, dtype=np.float32, trees=True)
     ring = ring._replace(k=ring.k * np.nan, u=ring.u * np.nan, g=ring.g * np.nan)
     states, accepted, rng = pool[at].astype(np.float64), np.ones(3, int), np.random.default_rng(0)
     flushes = 0
@@ -232,7 +232,7 @@ def test_a_wrong_number_of_accepted_tokens_is_padding():
         pool,
         **x.gates,
         state_slots=np.arange(6).reshape(3, 2),
-        num_accepted_tokens=jnp.array([0, 3, -1]),
+        num_accepted_tokens=put([0, 3, -1]),
     )
     assert not np.asarray(o).any()
     assert_same_bits(pool, new)

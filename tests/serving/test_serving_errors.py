@@ -1,22 +1,25 @@
 """Refusals of the serving operations: shapes always, values where they are known or while debug checks are on."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import HK, HV, K, V, draw, draw_pool, fresh
 
 import gdn_jax
 from gdn_jax import serving
 
 X = draw(3, 2)
-TOKENS = dict(zip("qkvab", map(jnp.asarray, X.tokens), strict=True))
+TOKENS = dict(zip("qkvab", map(put, X.tokens), strict=True))
 POOL = draw_pool(8)
 SLOTS = np.array([2, 0, 5])
 SPANS = np.array([[0, 1], [2, 3], [-1, -1]])
-RING = jax.tree.map(np.asarray, serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=HK, length=4))
+SIZES = jax.eval_shape(functools.partial(serving.make_ring_pool, num_key_heads=HK, length=4), POOL)
+RING = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), SIZES)._replace(state=POOL)
 
 
 def decode(**change):
@@ -120,7 +123,7 @@ SHAPES = {
         "weight: expected width W = 2 to 4, got 5",
     ),
     "rings of length 0": (
-        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, length=0),
+        lambda: serving.make_ring_pool(put(POOL), num_key_heads=2, length=0),
         {},
         "length: expected at least 1, got 0",
     ),
@@ -151,12 +154,12 @@ SHAPES = {
         "checkpoint_every: expected at least 1, got 64.0",
     ),
     "rings of integers": (
-        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, dtype=jnp.int32),
+        lambda: serving.make_ring_pool(put(POOL), num_key_heads=2, dtype=jnp.int32),
         {},
         "dtype: expected a floating dtype",
     ),
     "rings of no dtype": (
-        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, dtype="x"),
+        lambda: serving.make_ring_pool(put(POOL), num_key_heads=2, dtype="x"),
         {},
         "dtype: expected a floating dtype, got 'x'",
     ),
@@ -171,7 +174,7 @@ SHAPES = {
         "states: expected a floating array, got list",
     ),
     "fractional length": (
-        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=2, length=1.5),
+        lambda: serving.make_ring_pool(put(POOL), num_key_heads=2, length=1.5),
         {},
         "length: expected at least 1, got 1.5",
     ),
@@ -188,7 +191,7 @@ SHAPES = {
         "pool: expected arrays [slots, ...], got float",
     ),
     "key heads": (
-        lambda: serving.make_ring_pool(jnp.asarray(POOL), num_key_heads=3),
+        lambda: serving.make_ring_pool(put(POOL), num_key_heads=3),
         {},
         "num_key_heads: expected a divisor of HO = 4, got 3",
     ),
@@ -283,17 +286,17 @@ def test_values_in_debug(name, debug_checks):
     call, change, message = VALUES[name]
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(
-            call(**{key: jnp.array(x) if isinstance(x, list) else x for key, x in change.items()})
+            call(**{key: put(x) if isinstance(x, list) else x for key, x in change.items()})
         )
         jax.effects_barrier()
 
 
 def test_values_in_debug_under_jit(debug_checks):
     run = jax.jit(lambda slots: decode(read_slots=slots))
-    jax.block_until_ready(run(jnp.array([0, 1, -1])))
+    jax.block_until_ready(run(put([0, 1, -1])))
     jax.effects_barrier()
     with pytest.raises(Exception, match="read_slots: expected no slot twice"):
-        jax.block_until_ready(run(jnp.array([1, 1, 2])))
+        jax.block_until_ready(run(put([1, 1, 2])))
         jax.effects_barrier()
 
 
@@ -303,7 +306,7 @@ def test_values_are_not_looked_at_by_default(name):
     call, change, _ = VALUES[name]
 
     def looks() -> bool:
-        arguments = {key: jnp.array(x) if isinstance(x, list) else x for key, x in change.items()}
+        arguments = {key: put(x) if isinstance(x, list) else x for key, x in change.items()}
         given = {key: x for key, x in arguments.items() if isinstance(x, jax.Array)}
         return "callback" in str(jax.make_jaxpr(lambda given: call(**arguments | given))(given))
 
@@ -329,7 +332,7 @@ def test_copies_and_stored_rows():
     ):
         with pytest.raises(ValueError, match=message):
             serving.put_slots(fresh(POOL), SLOTS, rows)
-    states = jnp.asarray(POOL)
+    states = put(POOL)
     eight_bits, floats = (
         serving.make_ring_pool(serving.make_byte_states(states, dtype=dtype), num_key_heads=1)
         for dtype in ("int8", "float8_e4m3fn")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from device_arrays import put
 from family_serving import (
     LENGTH,
     SLOTS,
@@ -147,10 +148,10 @@ def test_bfloat16_pools_and_huge_neighbours():
 def test_equal_channels_are_one_decay_a_head():
     """With one number in all channels the family's call is the other one, to 1e-6."""
     x, pool = draw("decay of a head", 1), draw_pool(6)
-    a, b = jnp.asarray(x.a[:, 0]), jnp.asarray(x.b[:, 0, :, 0])
-    bias = jnp.asarray(x.options["dt_bias"])
-    common = dict(A_log=jnp.asarray(x.options["A_log"]), read_slots=SLOTS)
-    token = [jnp.asarray(y[:, 0]) for y in x[:3]]
+    a, b = put(x.a[:, 0]), put(x.b[:, 0, :, 0])
+    bias = put(x.options["dt_bias"])
+    common = dict(A_log=put(x.options["A_log"]), read_slots=SLOTS)
+    token = [put(y[:, 0]) for y in x[:3]]
     want = serving.decode(*token, a, b, fresh(pool), dt_bias=bias, **common)
     wide, bias = (jnp.repeat(y[..., None], K, -1) for y in (a, bias))
     got = serving.decode(*token, wide, b, fresh(pool), dt_bias=bias, **common)
@@ -170,7 +171,7 @@ def test_heads_on_a_mesh():
     token = x.at(slice(None), 0)
     place = partial(jax.device_put, device=jax.sharding.NamedSharding(mesh, heads))
     split = Tokens(*place(token[:6]), token.options)
-    for start in (jnp.asarray(pool), make_ring(pool)):
+    for start in (put(pool), make_ring(pool)):
         want, left = token.call(serving.decode, start, read_slots=SLOTS)
         o, new = split.call(serving.decode, place(start), read_slots=SLOTS)
         assert_close(np.asarray(want), np.asarray(o), 1e-6)
@@ -183,9 +184,9 @@ def test_layers_and_lone_requests():
     """One layer of a pool of several, and a request whose bits do not depend on the others of its call."""
     x, pool = draw("GDN-2", 3), draw_pool(6)
     token, alone = x.at(slice(None), 0), x.at(slice(1, 2), 0)
-    layers = jnp.stack([jnp.asarray(pool) + 1, jnp.asarray(pool)], 1)
+    layers = jnp.stack([put(pool) + 1, put(pool)], 1)
     ring = serving.make_ring_pool(layers, num_key_heads=HK, length=LENGTH, channels=True)
-    for start, whole in ((jnp.asarray(pool), layers), (make_ring(pool, dtype=jnp.bfloat16), ring)):
+    for start, whole in ((put(pool), layers), (make_ring(pool, dtype=jnp.bfloat16), ring)):
         want, left = token.call(serving.decode, start, read_slots=SLOTS, batch_invariant=True)
         o, new = token.call(serving.decode, whole, read_slots=SLOTS, batch_invariant=True, layer=1)
         assert_same_bits(want, o)
@@ -222,14 +223,14 @@ def test_layers_and_lone_requests():
     ],
 )
 def test_errors(change, message, no_type_checks):
-    x, pool = draw("KDA", 1), jnp.asarray(draw_pool(6))
+    x, pool = draw("KDA", 1), put(draw_pool(6))
     token = dict(q=x.q[:, 0], k=x.k[:, 0], v=x.v[:, 0], a=x.a[:, 0], b=x.b[:, 0])
     with pytest.raises(ValueError, match=message):
         serving.decode(**(token | x.options | change), pool=pool, read_slots=SLOTS)
 
 
 def test_a_ring_is_made_for_its_gates(no_type_checks):
-    x, pool = draw("KDA", 1), jnp.asarray(draw_pool(6))
+    x, pool = draw("KDA", 1), put(draw_pool(6))
     ring = serving.make_ring_pool(pool, num_key_heads=HK)
     with pytest.raises(
         ValueError, match=r"pool: expected a ring for gates of each channel.*got one for one gate a head"
@@ -258,7 +259,7 @@ def test_a_token_by_the_kernel(bias, strengths):
     N, slots = 3, np.array([3, -1, 0], np.int32)
 
     def normal(*shape, dtype=jnp.float32):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+        return put(rng.standard_normal(shape), dtype)
 
     channels = (width,) if bias == "channel" else ()
     token = (
@@ -271,7 +272,7 @@ def test_a_token_by_the_kernel(bias, strengths):
     pool = normal(5, heads, width, width)
 
     def decode(by):
-        return serving.decode_packed(*token, jnp.array(pool), **gates, read_slots=slots, implementation=by)
+        return serving.decode_packed(*token, put(pool), **gates, read_slots=slots, implementation=by)
 
     want = decode("xla")
     with interpreted(plgpu.InterpretGPUParams(detect_races=True)):

@@ -5,6 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from family_serving import (
     SLOTS,
     STATE_F32,
@@ -37,7 +38,7 @@ def test_prefill(rule, on_ring):
     x, pool = draw(rule, 8, 3), littered(draw_pool(7))
     has_state = np.array([True, True, False])
     begin = np.where(has_state[:, None, None, None], pool[SLOTS], 0).astype(np.float64)
-    start = jnp.asarray(pool)
+    start = put(pool)
     if on_ring:
         token = x.at(slice(None), slice(7, 8))
         _, start = token.at(slice(None), 0).call(
@@ -71,7 +72,7 @@ def test_prefill(rule, on_ring):
 def test_prompts_that_erase_alone():
     """All is written then, but padding nothing."""
     x, pool = draw("GDN-2", 4, 6), draw_pool(5)
-    args = packed(x, [2, 1, 1], 6) | dict(pool=jnp.asarray(pool), read_slots=SLOTS)
+    args = packed(x, [2, 1, 1], 6) | dict(pool=put(pool), read_slots=SLOTS)
     prefill = compiled(serving.prefill, use_qk_l2norm=True, chunk_size=16)
     every = prefill(**args | dict(write=jnp.ones((1, 6, HV), jnp.float32)))
     for a, b in zip(prefill(**args | dict(write=None)), every, strict=True):
@@ -86,17 +87,17 @@ def test_checkpoints_and_pieces():
     args = packed(x, [130], 130)
     prefill = partial(compiled, serving.prefill, use_qk_l2norm=True)
     slots = dict(read_slots=np.array([2]), checkpoint_slots=np.array([[5, 6]]))
-    o, new = prefill(checkpoint_every=64)(**args, pool=jnp.asarray(pool), **slots)
+    o, new = prefill(checkpoint_every=64)(**args, pool=put(pool), **slots)
     for slot, length in ((5, 64), (6, 128), (2, 130)):
         want, last = x.at(slice(None), slice(length)).expected(pool[2:3])
         assert_close(last[0], new[slot], bound("final_state", "float32"))
     assert_close(want[0], o[0], bound("o", "float32"))
-    whole = prefill(checkpoint_every=64, batch_invariant=True)(**args, pool=jnp.asarray(pool), **slots)
+    whole = prefill(checkpoint_every=64, batch_invariant=True)(**args, pool=put(pool), **slots)
     piece = {name: y[:, :64] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
     rest = {name: y[:, 64:] if getattr(y, "ndim", 0) > 1 else y for name, y in args.items()}
     piece["cu_seqlens"], rest["cu_seqlens"] = np.array([0, 64]), np.array([0, 66])
     of_pieces, slots = prefill(batch_invariant=True), dict(read_slots=np.array([2]))
-    start, pieces = of_pieces(**piece, pool=jnp.asarray(pool), **slots)
+    start, pieces = of_pieces(**piece, pool=put(pool), **slots)
     end, pieces = of_pieces(**rest, pool=pieces, **slots)
     assert_same_bits(whole[0], np.concatenate([start, end], 1))
     assert_same_bits(whole[1][2], pieces[2])

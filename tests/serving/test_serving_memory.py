@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import HK, K, draw, draw_pool, one
 
 from gdn_jax import serving
@@ -17,7 +18,7 @@ MANY = 4096
 
 
 def tokens():
-    return tuple(map(jnp.asarray, X.tokens))
+    return tuple(map(put, X.tokens))
 
 
 def prefill(pool, **options):
@@ -86,9 +87,7 @@ def cases():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, name", list(cases()))
 def test_nothing_is_copied(kind, name):
-    pool = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((MANY, *x.shape[1:]), x.dtype), jnp.asarray(draw_pool(1))
-    )
+    pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct((MANY, *x.shape[1:]), x.dtype), put(draw_pool(1)))
     if "ring" in kind:
         options = dict(trees="trees" in kind, channels="channels" in kind)
         make = partial(serving.make_ring_pool, num_key_heads=HK, **options)

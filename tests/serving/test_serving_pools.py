@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from harness import tiers
 from serving_cases import HK, HV, K, V, assert_same_bits, draw, draw_pool, one
 
@@ -60,15 +61,15 @@ def start(monkeypatch, no_type_checks):
 def served(call, start):
     """Outputs and the states that are left, of a pool of bytes and of the same states in float32."""
     states = start.codes * start.scale
-    (o, new), (want_o, want) = (call(jnp.array(states) if x is states else x) for x in (start, states))
+    (o, new), (want_o, want) = (call(put(states) if x is states else x) for x in (start, states))
     return (o, np.asarray(new.codes * new.scale)), (np.asarray(want_o), np.asarray(want)), states
 
 
 CALLS = {
     "decode": lambda x, pool: serving.decode(*one(x), pool, **x.gates, read_slots=READ, write_slots=WRITE),
-    "verify": lambda x, pool: serving.verify(*map(jnp.asarray, x.tokens), pool, **x.gates, **SPANS),
+    "verify": lambda x, pool: serving.verify(*map(put, x.tokens), pool, **x.gates, **SPANS),
     "prefill": lambda x, pool: serving.prefill(
-        *(jnp.asarray(y).reshape(1, 6, *y.shape[2:]) for y in x.tokens[:3]),
+        *(put(y).reshape(1, 6, *y.shape[2:]) for y in x.tokens[:3]),
         None,
         None,
         np.array([0, 2, 4, 6]),
@@ -109,7 +110,7 @@ def test_codes_may_be_floats(start):
     states = codes.astype(jnp.float32) * scale
     for name in ("decode", "prefill"):
         (o, new), (want_o, _) = (
-            CALLS[name](x, pool) for pool in (ByteStates(codes + 0, jnp.array(scale)), states + 0)
+            CALLS[name](x, pool) for pool in (ByteStates(codes + 0, put(scale)), states + 0)
         )
         assert_same_bits(want_o, o)
         assert new.codes.dtype == jnp.float8_e4m3fn and (new.codes != codes).any()
@@ -119,7 +120,7 @@ def test_codes_may_be_floats(start):
 def test_beside_a_ring(start):
     """Outputs of a ring on the same states in float32; a flush rounds the states, and a token does not."""
     x, T = draw(3, 4, heads=(HK, HV), widths=(K, V)), 3
-    pools = start, jnp.array(start.codes * start.scale)
+    pools = start, put(start.codes * start.scale)
     ring, want = (serving.make_ring_pool(y, num_key_heads=HK, length=T, dtype=np.float32) for y in pools)
     for t in range(T):
         (o, ring), (want_o, want) = (

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import serving_cases
+from device_arrays import put
 from serving_cases import (
     HK,
     HV,
@@ -71,7 +72,7 @@ def test_prefill(dtype, pool_dtype, state_layout):
     write = np.array([3, 2, 8, -1, 5])
     starts = np.array([True, True, True, True, False])
     o, new = compiled(serving.prefill, state_layout=state_layout)(
-        *x, jnp.asarray(CU), pool, read_slots=read, write_slots=write, has_initial_state=starts
+        *x, put(CU), pool, read_slots=read, write_slots=write, has_initial_state=starts
     )
     initial = np.where(starts[:, None, None, None], pool[read], 0)
     want_o, want = expected(x, initial, state_layout=state_layout)
@@ -152,7 +153,7 @@ def test_pieces(cuts):
         piece = tuple(
             np.pad(y[:, start:stop], [(0, 0), (0, T - stop + start)] + [(0, 0)] * (y.ndim - 2)) for y in x
         )
-        cu = jnp.asarray(np.clip(CU, start, stop) - start)
+        cu = put(np.clip(CU, start, stop) - start)
         o, pool = compiled(serving.prefill)(*piece, cu, pool, read_slots=READ)
         outputs.append(np.asarray(o)[:, : stop - start])
     assert_close(want_o, np.concatenate(outputs, 1), BOUND, "o", 2)
@@ -164,11 +165,9 @@ def test_checkpoints(kind):
     """The state after every 64 tokens, where the sequence reaches so far: the last one is that of its end."""
     x, pool = tokens(), draw_pool(20)
     keep = np.array([[8, 9], [10, 11], [12, 13], [14, 15], [16, 17]])
-    used = serving.make_ring_pool(jnp.array(pool), num_key_heads=HK) if kind == "ring" else pool
+    used = serving.make_ring_pool(put(pool), num_key_heads=HK) if kind == "ring" else pool
     options = dict(checkpoint_every=64, batch_invariant=kind == "batch_invariant")
-    _, new = compiled(serving.prefill, **options)(
-        *x, CU, used, read_slots=READ, checkpoint_slots=jnp.asarray(keep)
-    )
+    _, new = compiled(serving.prefill, **options)(*x, CU, used, read_slots=READ, checkpoint_slots=put(keep))
     new = np.asarray(new.state if kind == "ring" else new)
     written = {}
     for n, length in enumerate(LENGTHS):
@@ -194,7 +193,7 @@ def test_checkpoints_of_narrow_offsets(dtype):
     call = compiled(serving.prefill, checkpoint_every=C, chunk_size=C)
     at = dict(read_slots=READ[:2], checkpoint_slots=keep)
     cu = np.array([0, 50, 127])
-    want, got = (call(*row, jnp.asarray(cu.astype(kind)), pool, **at) for kind in (np.int32, dtype))
+    want, got = (call(*row, put(cu.astype(kind)), pool, **at) for kind in (np.int32, dtype))
     for a, b in zip(want, got, strict=True):
         assert_same_bits(a, b)
 
@@ -203,7 +202,7 @@ def test_checkpoints_of_narrow_offsets(dtype):
 def test_a_ring_is_empty_afterwards():
     """Prefill goes on from the present state of a ring that decode has filled in part, and leaves none of it."""
     x, pool = tokens(), draw_pool(9)
-    ring = serving.make_ring_pool(jnp.array(pool), num_key_heads=HK, length=4, dtype=np.float32)
+    ring = serving.make_ring_pool(put(pool), num_key_heads=HK, length=4, dtype=np.float32)
     few = draw(5, 2)
     for t in range(2):
         _, ring = compiled(serving.decode)(*(y[:, t] for y in few.tokens), ring, **few.gates, read_slots=READ)
@@ -251,7 +250,7 @@ def test_two_passes_from_packed_qkv():
     rng = np.random.default_rng(0)
     D, W = 2 * HK * K + HV * V, 4
     x = rng.standard_normal((1, T, D)).astype(np.float32)
-    weight = jnp.asarray(rng.standard_normal((D, W)), jnp.float32) / 2
+    weight = put(rng.standard_normal((D, W)), jnp.float32) / 2
     g, beta = tokens()[3:]
     conv_pool = draw_pool(9, HV=1, widths=(D, W - 1), dtype=BF16)[:, 0]
     pool = draw_pool(9, dtype=BF16)
@@ -259,7 +258,7 @@ def test_two_passes_from_packed_qkv():
     @jax.jit
     def two_passes(x, conv_pool, pool):
         y, conv_pool = serving.causal_conv1d(x, CU, conv_pool, weight, read_slots=READ)
-        o, pool = serving.prefill_packed(y[0], jnp.exp(g[0]), jnp.asarray(beta[0]), CU, pool, read_slots=READ)
+        o, pool = serving.prefill_packed(y[0], jnp.exp(g[0]), put(beta[0]), CU, pool, read_slots=READ)
         return y, o, conv_pool, pool
 
     y, o, conv_pool, new = two_passes(x, conv_pool, pool)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import HK, K, V, assert_same_bits, compiled, draw, draw_pool, expected, one
 from tolerances import assert_close, rms_ratio
 
@@ -19,7 +20,7 @@ SLOTS = np.array([3, 0, 4])
 
 def make(pool, length, dtype=np.float32, state_layout="kv", num_key_heads=HK):
     return serving.make_ring_pool(
-        jnp.array(pool), num_key_heads=num_key_heads, length=length, dtype=dtype, state_layout=state_layout
+        put(pool), num_key_heads=num_key_heads, length=length, dtype=dtype, state_layout=state_layout
     )
 
 
@@ -72,7 +73,7 @@ def test_a_ring_of_one_token_is_plain_decoding(pool_dtype, optimised, request):
         widths = (32, 24)  # so that it is compiled again
     x = draw(3, 20, heads=(1, 2), widths=widths)
     pool = draw_pool(5, HV=2, widths=widths, dtype=pool_dtype)
-    plain, ring = jnp.array(pool), make(pool, 1, BF16, num_key_heads=1)
+    plain, ring = put(pool), make(pool, 1, BF16, num_key_heads=1)
     for t in range(20):
         # Not compiled(): each call is a program of its own, as users call it.
         o, plain = serving.decode(*one(x, t), plain, **x.gates, read_slots=SLOTS)
@@ -210,7 +211,7 @@ def test_a_wrong_number_of_accepted_tokens_is_padding():
         ring,
         **x.gates,
         state_slots=SLOTS,
-        num_accepted_tokens=jnp.array([0, LENGTH + 1, -1]),
+        num_accepted_tokens=put([0, LENGTH + 1, -1]),
         num_tokens=np.full(3, 4),
     )
     assert not np.asarray(o).any()
@@ -323,7 +324,7 @@ def test_any_grouping_of_heads_and_resets(Hq, Hk, HV):
 def test_no_requests():
     """A batch of none is nothing to do."""
     x, pool = draw(0, 1), draw_pool(2)
-    for start in (jnp.array(pool), make(pool, 3)):
+    for start in (put(pool), make(pool, 3)):
         o, new = compiled(serving.decode)(*one(x), start, **x.gates, read_slots=np.zeros(0, int))
         assert o.shape == (0, 4, V)
         for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(new), strict=True):

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_arrays import put
 
 from gdn_jax.checks import family_cases, family_oracle
 from gdn_jax.checks.family_cases import FamilyCase, FamilyInputs
@@ -25,8 +26,8 @@ def truth(case: FamilyCase, x: FamilyInputs) -> dict[str, Any]:
 def arrays(x: FamilyInputs) -> tuple[Arrays, bool]:
     """The arguments as the seam takes them, and whether erase stands for both strengths."""
     is_beta = x.erase is None and x.write is None
-    put = [None if y is None else jnp.asarray(y) for y in x[:10]]
-    q, k, v, g, beta, erase, write, *rest = put
+    given = [None if y is None else put(y) for y in x[:10]]
+    q, k, v, g, beta, erase, write, *rest = given
     return Arrays(q, k, v, g, beta if is_beta else erase, None if is_beta else write, *rest), is_beta
 
 
@@ -88,8 +89,8 @@ def same_bits(a: Any, b: Any) -> bool:
 def random_call(T: int, gate: str, heads: int = 4, seed: int = 0):
     """Arguments of `delta_rule` with widths of 128."""
     rng = np.random.default_rng(seed)
-    q, k = (jnp.asarray(unit(rng, 1, T, heads, 128), jnp.bfloat16) for _ in range(2))
-    v = jnp.asarray(rng.standard_normal((1, T, heads, 128)), jnp.bfloat16)
-    g = jnp.asarray(gates(gate, seed, (1, T, heads, 128)))
-    beta = jnp.asarray(rng.uniform(0, 1, (1, T, heads)), jnp.float32)
+    q, k = (put(unit(rng, 1, T, heads, 128), jnp.bfloat16) for _ in range(2))
+    v = put(rng.standard_normal((1, T, heads, 128)), jnp.bfloat16)
+    g = put(gates(gate, seed, (1, T, heads, 128)))
+    beta = put(rng.uniform(0, 1, (1, T, heads)), jnp.float32)
     return q, k, v, g, beta

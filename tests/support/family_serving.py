@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_arrays import put
 from serving_cases import HK, HV, K, V, assert_same_bits, compiled
 
 from gdn_jax import serving
@@ -110,7 +110,7 @@ def littered(pool: np.ndarray, used=SLOTS) -> np.ndarray:
 
 def make_ring(pool, trees: bool = False, dtype=np.float32):
     options = dict(num_key_heads=HK, length=LENGTH, dtype=dtype, trees=trees, channels=True)
-    ring = serving.make_ring_pool(jnp.asarray(pool), **options)
+    ring = serving.make_ring_pool(put(pool), **options)
     return ring._replace(k=ring.k * np.nan, u=ring.u * np.nan, g=ring.g * np.nan)
 
 
@@ -131,7 +131,7 @@ def packed(x: Tokens, lengths, T: int) -> dict:
 
     def together(y):
         rows = np.concatenate([y[n, :length] for n, length in enumerate(lengths)])
-        return jnp.asarray(np.resize(rows, (1, T, *rows.shape[1:])))
+        return put(np.resize(rows, (1, T, *rows.shape[1:])))
 
     arrays = {name: together(y) for name, y in arrays.items()}
     return arrays | dict(beta=None, cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]))

@@ -1,8 +1,8 @@
 """Helpers of the tests of the parts around the rule: inputs, a function with its gradients, and bounds."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from device_arrays import put
 from tolerances import assert_close
 
 # One rounding is off by at most half a unit of the last place: in bfloat16 2^-8 of a number whose significand is 1,
@@ -48,12 +48,6 @@ def draws(seed: int):
     """A function that draws arrays of a shape and dtype."""
     rng = np.random.default_rng(seed)
     return lambda *shape, dtype="float32", scale=1.0: put(scale * rng.standard_normal(shape), dtype)
-
-
-def put(x, dtype=None) -> jax.Array:
-    """The array of NumPy as JAX has it; `jnp.asarray` would compile a program for its shape."""
-    x = np.asarray(x)
-    return jax.device_put(x if dtype is None else x.astype(jnp.dtype(dtype)))
 
 
 def compiled_vjp(f):

@@ -7,6 +7,7 @@ import fused_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_arrays import put
 from flax import nnx
 from fused_harness import draws
 from fused_oracle import wide
@@ -150,7 +151,7 @@ def convolution(dtype, *, B, T, HV, heads=4, width=32, borders=None, normalize=T
     options = dict(heads=heads, width=width, normalize=normalize)
     zeros = np.zeros((B, D, short_conv.WIDTH - 1))
     expected = fused_oracle.short_conv(x, weight, cotangents=(*cotangents, zeros), pieces=pieces, **options)
-    return (x, weight, None if segments is None else jnp.asarray(segments)), cotangents, options, expected
+    return (x, weight, None if segments is None else put(segments)), cotangents, options, expected
 
 
 def check_one_operation(evaluate, close, *, B, T, heads, width, borders=None):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_arrays import put
 from serving_cases import assert_same_bits
 from tolerances import assert_close
 
@@ -89,8 +90,8 @@ def serve(case: Case, x: dict, **more) -> tuple[jax.Array, jax.Array]:
     options = dict(
         use_qk_l2norm=True, state_layout="kv" if case.kv_layout else "vk", null_slot=case.null_slot
     )
-    tokens, cu = jax.tree.map(jnp.asarray, x["tokens"]), x.get("cu_seqlens", case.cu_seqlens)
-    pool = jnp.array(x["pool"]) if isinstance(x["pool"], np.ndarray) else x["pool"]
+    tokens, cu = jax.tree.map(put, x["tokens"]), x.get("cu_seqlens", case.cu_seqlens)
+    pool = put(x["pool"]) if isinstance(x["pool"], np.ndarray) else x["pool"]
     return serving.prefill(*tokens, cu, pool, **slots, **options, **more)
 
 

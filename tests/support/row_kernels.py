@@ -3,7 +3,8 @@
 import fused_oracle
 import jax.numpy as jnp
 import numpy as np
-from fused_harness import draws, put
+from device_arrays import put
+from fused_harness import draws
 from fused_oracle import wide
 
 from gdn_jax.shapes import Choice

@@ -4,8 +4,8 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from device_arrays import put
 
 from gdn_jax.checks import oracle
 
@@ -29,7 +29,7 @@ class Requests(NamedTuple):
 
     @property
     def gates(self) -> dict:
-        return {"A_log": jnp.asarray(self.A_log), "dt_bias": jnp.asarray(self.dt_bias)}
+        return {"A_log": put(self.A_log), "dt_bias": put(self.dt_bias)}
 
     def at(self, *index) -> "Requests":
         """Some requests and tokens."""
@@ -92,7 +92,7 @@ def compiled(f, **options):
 
 def one(x: Requests, t: int = 0) -> tuple:
     """Token t of every request, without the token axis."""
-    return tuple(jnp.asarray(y[:, t]) for y in x.tokens)
+    return tuple(put(y[:, t]) for y in x.tokens)
 
 
 def bits(x) -> np.ndarray:
@@ -107,4 +107,4 @@ def assert_same_bits(x, y, what: str = "") -> None:
 
 def fresh(pool):
     """The pool in memory of its own, which may be donated."""
-    return jax.tree.map(jnp.array, pool)
+    return jax.tree.map(put, pool)

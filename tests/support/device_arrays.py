@@ -1,0 +1,13 @@
+"""Arrays of NumPy as JAX has them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def put(x: Any, dtype: Any = None) -> jax.Array:
+    """The array on JAX's default device, in memory of its own, which may be donated. `jnp.asarray` and `jnp.array` do
+    the same by a program that is compiled for each shape."""
+    return jax.device_put(np.array(x) if dtype is None else np.asarray(x).astype(jnp.dtype(dtype)))
