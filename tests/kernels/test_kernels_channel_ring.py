@@ -1,17 +1,18 @@
 """Rings with a decay of each channel by kernels: near plain JAX when interpreted, whatever the rings hold."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from device_arrays import put
+from fused_harness import draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close
 
 from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving.call import interpreted
-from gdn_jax.serving.ring_arrays import make_cursors
 from pallas_kernels.decode import channel_ring
 
 L = 16
@@ -24,32 +25,26 @@ N = len(SLOTS)
 def draw(T, state_dtype, layout, apart, *, sizes=SIZES, N=N, counts=COUNTS):
     """Tokens [N, T, ...], or [N, ...] where T is 0, with their gates, and rings that hold NaN behind their tokens."""
     Hq, Hk, HV, K, V = sizes
-    keys = iter(jax.random.split(jax.random.key(7), 20))
+    normal, bf16 = draws(7), dict(dtype="bfloat16")
     axes, slots = (N, T) if T else (N,), len(counts)
-
-    def normal(*shape, dtype=jnp.bfloat16):
-        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
-
-    tokens = [normal(*axes, H, width) for H, width in ((Hq, K), (Hk, K), (HV, V))]
-    tokens += [3 * normal(*axes, HV, K), normal(*axes, HV, *((K,) if apart else ()))]
-    gates = dict(A_log=normal(HV, dtype=jnp.float32), dt_bias=4 * normal(HV, K, dtype=jnp.float32))
-    gates |= dict(lower_bound=-5.0) if apart else {}
-    gates |= dict(w=normal(*axes, HV, V)) if apart else {}
+    tokens = [normal(*axes, H, width, **bf16) for H, width in ((Hq, K), (Hk, K), (HV, V))]
+    tokens += [normal(*axes, HV, K, scale=3.0, **bf16), normal(*axes, HV, *((K,) if apart else ()), **bf16)]
+    gates = dict(A_log=normal(HV), dt_bias=normal(HV, K, scale=4.0))
+    gates |= dict(lower_bound=-5.0, w=normal(*axes, HV, V, **bf16)) if apart else {}
     states = normal(slots, HV, *((K, V) if layout == "kv" else (V, K)), dtype=state_dtype)
     options = dict(num_key_heads=Hk, state_layout=layout, channels=True)
-    ring = serving.make_ring_pool(states, **options)
-    is_token = jnp.arange(L) < counts[:, None, None]
+    kind = jax.eval_shape(functools.partial(serving.make_ring_pool, **options), states)
+    behind = np.arange(L) >= counts[:, None, None]
 
-    def entries(x):
-        there = is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3))
-        return jnp.where(there, x, jnp.nan)
+    def entries(like, x):
+        return put(np.where(behind.reshape(*behind.shape, *(1,) * (x.ndim - 3)), np.nan, x), like.dtype)
 
-    k = normal(slots, Hk, L, K, dtype=jnp.float32)
-    k = entries(k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(ring.k.dtype)
-    g = -jnp.exp(3 * normal(slots, HV, L, K, dtype=jnp.float32) - 3)
-    u = entries(normal(slots, HV, L, V, dtype=jnp.float32)).astype(ring.u.dtype)
-    cursors = make_cursors(put(counts), put(np.maximum(counts - 2, -1)), HV)
-    return tokens, gates, ring._replace(k=k, u=u, g=entries(g), cursors=cursors)
+    k, u = np.array(normal(slots, Hk, L, K)), np.array(normal(slots, HV, L, V))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    g = -np.exp(3 * np.array(normal(slots, HV, L, K)) - 3)
+    cursors = np.stack([counts, np.maximum(counts - 2, -1)], -1)[:, None].repeat(HV, 1).astype(np.int32)
+    entered = dict(k=entries(kind.k, k), u=entries(kind.u, u), g=entries(kind.g, g))
+    return tokens, gates, kind._replace(state=states, cursors=put(cursors), **entered)
 
 
 def assert_alike(want, got, before, layout, read=SLOTS):
@@ -64,7 +59,7 @@ def assert_alike(want, got, before, layout, read=SLOTS):
     assert_close(*(np.asarray(x, np.float64) for x in present), bound, "present states")
     others = np.setdiff1d(np.arange(len(before.state)), slots)
     for x, y in zip(before[:4], after_[:4], strict=True):
-        x, y = (np.asarray(z[others]).view(np.uint8) for z in (x, y))
+        x, y = (np.asarray(z)[others].view(np.uint8) for z in (x, y))
         np.testing.assert_array_equal(x, y)
 
 
@@ -119,7 +114,7 @@ def test_refusals_say_why():
     """Trees, and states in 8 bits."""
     tokens, gates, ring = draw(2, "float32", "kv", False)
     options = gates | dict(state_slots=SLOTS, num_accepted_tokens=np.ones(N, np.int32))
-    trees = ring._replace(parents=jnp.full((len(COUNTS), L), -1, jnp.int32))
+    trees = ring._replace(parents=put(np.full((len(COUNTS), L), -1, np.int32)))
     parents = np.tile(np.array([-1, -1], np.int32), (N, 1))
     with (
         interpreted(plgpu.InterpretGPUParams()),
@@ -128,7 +123,7 @@ def test_refusals_say_why():
         ),
     ):
         serving.verify(*tokens, trees, **options, parents=parents, implementation="mosaic_gpu")
-    codes = ring._replace(state=serving.make_byte_states(ring.state))
+    codes = ring._replace(state=jax.jit(serving.make_byte_states)(ring.state))
     with (
         interpreted(plgpu.InterpretGPUParams()),
         pytest.raises(

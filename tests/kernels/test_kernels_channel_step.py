@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from device_arrays import put
+from fused_harness import draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close
 
@@ -25,16 +26,14 @@ SIZES = {"Hq": 1, "Hk": 2, "HV": 2, "K": 64, "V": 32}
 def draw(pool_dtype, kv_layout, apart=False):
     """Tokens and a pool; gates are weak in some channels, strong in others. apart: strengths of every channel."""
     Hq, Hk, HV, K, V = SIZES.values()
-    keys = iter(jax.random.split(jax.random.key(3), 9))
-    shapes = {"q": (Hq, K), "k": (Hk, K), "v": (HV, V)}
-    x = {n: jax.random.normal(next(keys), (len(READ), 1, *s)).astype(jnp.bfloat16) for n, s in shapes.items()}
-    x["a"] = (4 * jax.random.normal(next(keys), (len(READ), 1, HV, K))).astype(jnp.bfloat16)
-    gates = dict(b=(HV, K), w=(HV, V)) if apart else dict(b=(HV,))
-    for name, shape in gates.items():
-        x[name] = jax.random.normal(next(keys), (len(READ), 1, *shape)).astype(jnp.bfloat16)
-    state = (K, V) if kv_layout else (V, K)
-    x["pool"] = jax.random.normal(next(keys), (8, HV, *state)).astype(pool_dtype)
-    return x, jax.random.normal(next(keys), (HV,)), jax.random.normal(next(keys), (HV, K))
+    normal, rows, bf16 = draws(3), (len(READ), 1), dict(dtype="bfloat16")
+    shapes = {"q": (Hq, K), "k": (Hk, K), "v": (HV, V)} | (
+        dict(b=(HV, K), w=(HV, V)) if apart else dict(b=(HV,))
+    )
+    x = {name: normal(*rows, *shape, **bf16) for name, shape in shapes.items()}
+    x["a"] = normal(*rows, HV, K, scale=4.0, **bf16)
+    x["pool"] = normal(8, HV, *((K, V) if kv_layout else (V, K)), dtype=pool_dtype)
+    return x, normal(HV), normal(HV, K)
 
 
 @pytest.mark.parametrize(
@@ -52,17 +51,17 @@ def test_step(pool_dtype, kv_layout, lower_bound, use_A_log, apart):
     """Outputs and written slots near the oracle; padding gives 0, and the other slots keep their bits."""
     x, A_log, dt_bias = draw(pool_dtype, kv_layout, apart)
     A_log = A_log if use_A_log else None
-    flat = [x[n].reshape(len(READ), 1, -1) for n in "qkv"]
+    flat = [put(np.asarray(x[n]).reshape(len(READ), 1, -1)) for n in "qkv"]
     strengths = [x[n] for n in "bw" if n in x]
     o, pool = (apart_step if apart else channel_step)(
         *flat, x["a"], *strengths, x["pool"], A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         heads=(SIZES["Hq"], SIZES["Hk"], SIZES["HV"]), scale=0.3, kv_layout=kv_layout, null_slot=NULL,
-        read_slots=put(READ, jnp.int32), write_slots=put(WRITE, jnp.int32)[:, None],
+        read_slots=put(READ, jnp.int32), write_slots=put(np.array(WRITE)[:, None], jnp.int32),
         allow_neg_eigval=apart, interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     real = [i for i, s in enumerate(READ) if s not in (-1, NULL)]
     arrays = {n: np.asarray(x[n], np.float64)[real] for n in "qkv"}
-    g = channel_log_decay(x["a"], A_log, dt_bias, lower_bound)
+    g = jax.jit(functools.partial(channel_log_decay, lower_bound=lower_bound))(x["a"], A_log, dt_bias)
     initial = np.asarray(x["pool"], np.float64)[[READ[i] for i in real]]
     beta, *write = (1 / (1 + np.exp(-np.asarray(y, np.float64)[real])) for y in strengths)
     written = dict(erase=2 * beta, write=write[0]) if apart else dict(beta=beta)
@@ -91,16 +90,16 @@ def drafts(pool_dtype, kv_layout, parents, *, apart=False, public=False, sizes=N
     public: calls the kernel through `serving.verify`.
     """
     Hq, Hk, HV, K, V = sizes or SIZES.values()
-    T, keys = 4, iter(jax.random.split(jax.random.key(5), 9))
+    T, draw = 4, draws(5)
 
-    def normal(*shape, dtype=jnp.bfloat16):
-        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
+    def normal(*shape, dtype="bfloat16", scale=1.0):
+        return draw(*shape, dtype=dtype, scale=scale)
 
     tokens = (
         normal(N, T, Hq, K),
         normal(N, T, Hk, K),
         normal(N, T, HV, V),
-        4 * normal(N, T, HV, K),
+        normal(N, T, HV, K, scale=4.0),
         normal(N, T, HV, *((K,) if apart else ())),
     )
     w = normal(N, T, HV, V) if apart else None
@@ -113,7 +112,7 @@ def drafts(pool_dtype, kv_layout, parents, *, apart=False, public=False, sizes=N
     num_tokens = put(np.where(np.arange(N) == 1, 2, T).astype(np.int32))
     parents = None if parents is None else put(np.resize(parents, (N, T)), jnp.int32)
     rest = dict(num_tokens=num_tokens, parents=parents)
-    spans = rest | dict(state_slots=slots, num_accepted_tokens=jnp.full(N, 3, jnp.int32))
+    spans = rest | dict(state_slots=slots, num_accepted_tokens=np.full(N, 3, np.int32))
     layout = "kv" if kv_layout else "vk"
     want = serving.verify(
         *tokens, put(pool), w=w, **gates, **spans, state_layout=layout, implementation="xla"
@@ -125,7 +124,7 @@ def drafts(pool_dtype, kv_layout, parents, *, apart=False, public=False, sizes=N
     options = rest | dict(
         heads=(Hq, Hk, HV), scale=K**-0.5, kv_layout=kv_layout, null_slot=None, interpret=interpret
     )
-    options |= dict(read_slots=slots[:, 2], write_slots=slots)
+    options |= dict(read_slots=put(np.asarray(slots)[:, 2]), write_slots=slots)
     run = functools.partial(apart_step if apart else channel_step, **gates, **options)
     got = (run if interpret else jax.jit(run))(q, k, v, *tokens[3:], *([w] if apart else []), pool)
     return want, got, pool, slots
@@ -162,10 +161,13 @@ def assert_drafts_are_right(pool_dtype, want, got, pool, slots):
 def test_gates(lower_bound):
     """The kernel's gates are finite and those of the family for any parameter."""
     x = put([-120.0, -81, -20, -1e-3, 0, 1e-3, 5, 120], jnp.float32)
+    of_family = jax.jit(
+        lambda x, A: channel_log_decay(x[None, None], A[None], jnp.zeros((1, 8)), lower_bound)[0, 0]
+    )
+    of_kernel = jax.jit(functools.partial(log_decays, lower_bound=lower_bound))
     for A_log in (-80.0, 0.0, 3.0, 90.0):
-        A = jnp.float32(A_log)
-        want = channel_log_decay(x[None, None], A[None], jnp.zeros((1, 8)), lower_bound)[0, 0]
-        found = log_decays(x, A, lower_bound)
+        A = put(A_log, "float32")
+        want, found = np.asarray(of_family(x, A)), np.asarray(of_kernel(x, A))
         assert np.isfinite(found).all()
         # exp(g) holds g's error, five roundings of 2^-24, times |g|: up to 69 where exp(g) passes 1e-30.
-        np.testing.assert_allclose(jnp.exp(found), jnp.exp(want), rtol=2e-5, atol=1e-30)
+        np.testing.assert_allclose(np.exp(found), np.exp(want), rtol=2e-5, atol=1e-30)
