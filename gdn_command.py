@@ -3,8 +3,9 @@
 It lies beside the packages because importing anything inside `gdn_jax` imports JAX first, which takes seconds.
 """
 
-import importlib.metadata
+import importlib.util
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -84,7 +85,7 @@ def answer(argv: list[str]) -> int | None:
         print(USAGE, end="")
         return 0 if argv else 2
     if argv == ["--version"]:
-        print(f"gdn-jax {importlib.metadata.version('gdn-jax')}")
+        print(f"gdn-jax {_version()}")
         return 0
     command, first = argv[0], argv[1] if len(argv) > 1 else None
     if command not in FIRST_WORDS:
@@ -100,6 +101,15 @@ def answer(argv: list[str]) -> int | None:
     if isinstance(expected, str) and first.startswith("-") and not help_alone:
         return _refuse(f"gdn {command}: expected the run folder before the options, got {first}")
     return None
+
+
+def _version() -> str:
+    """The `__version__` of the package that would be imported, installed or not, read without importing it."""
+    spec = importlib.util.find_spec("gdn_jax")
+    assert spec is not None and spec.origin is not None, "gdn_jax lies beside this module"
+    with open(spec.origin, encoding="utf-8") as file:
+        [version] = re.findall(r'^__version__ = "(.+)"$', file.read(), re.MULTILINE)
+    return version
 
 
 def _one_of(names: Any) -> str:

@@ -13,7 +13,6 @@ import threading
 import tomllib
 import types
 import unittest.mock
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -25,6 +24,7 @@ from rich.console import Console
 from tiny_runs import TINY, metrics, train
 
 import gdn_command
+import gdn_jax
 from gdn_jax import cli
 from gdn_jax.blocks import weight_decay_mask
 from gdn_jax.commands.errors import RunError
@@ -220,7 +220,7 @@ def test_misuse_is_one_line(capsys, words, message):
 
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"gdn-jax {version('gdn-jax')}\n"
+    assert capsys.readouterr().out == f"gdn-jax {gdn_jax.__version__}\n"
 
 
 def test_unreadable_file(tmp_path, capsys):
@@ -367,11 +367,14 @@ def test_the_installed_command_is_that_one():
     ],
 )
 def test_what_is_answered_without_jax(words, status, beginning):
-    """Help, and words that cannot be: JAX alone takes seconds to import."""
+    """Help, and words that cannot be: JAX alone takes seconds to import. The package need not be installed."""
     code = (
         "import sys, gdn_command; print(gdn_command.main(), 'jax' in sys.modules, 'gdn_jax' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    # Without site-packages, and so without what is installed.
+    command = [sys.executable, "-S", "-c", code, *words.split()]
+    path = os.environ | {"PYTHONPATH": str(Path(gdn_command.__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=path)
     assert done.stdout.endswith(f"{status} False False\n")
     assert (done.stderr or done.stdout).startswith(beginning)
 

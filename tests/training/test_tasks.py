@@ -324,7 +324,7 @@ def test_every_task_has_defaults_that_fit():
             "recall --vocab-size 6 --num-pairs 4 --length 32",
             "--vocab-size: expected an even number, at least 2 *",
         ),
-        ("recall --power 0", "--power: expected a number above 0, got 0.0"),
+        ("recall --power 0", "--power: expected a number above 0 and up to 1000, got 0.0"),
         ("recall --test-pairs 2 2", "--test-pairs: expected different values, at least one, got 2 2"),
         ("recall --test-pairs", "--test-pairs: expected different values, at least one, got none"),
         ("needle --length 4", "--length: expected at least 2 * --needle-length + 1 = 5, got 4"),
