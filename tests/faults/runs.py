@@ -23,6 +23,12 @@ FAULTS = (
         "tests/training/test_tasks.py::test_batches_are_given_by_seed_and_step",
     ),
     Fault(
+        "a run that goes on forgets the steps since its last line",
+        'self.seconds, self.tally = facts["seconds"], Tally(**facts["tally"])',
+        'self.seconds, self.tally = facts["seconds"], Tally()',
+        "tests/training/test_runs.py::test_a_run_that_goes_on_writes_the_same_lines",
+    ),
+    Fault(
         "gradients are not clipped",
         "        clip_by_global_norm(options.clip),\n",
         "",

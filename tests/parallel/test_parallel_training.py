@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import json
-import os
 import queue
 import shutil
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,50 +277,64 @@ def test_a_mesh_that_does_not_fit(tmp_path, folder, capsys):
     assert not (tmp_path / "run").exists()
 
 
-GDN = "import sys; from gdn_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
 DIES = """
-import os, pathlib, signal, sys, time
-from gdn_jax import cli
+import os, pathlib, signal, time
 from gdn_jax.tasks.next_byte import BytesTask
 
-saved, original = pathlib.Path(sys.argv.pop(1)), BytesTask.train_batch
+saved, original = pathlib.Path({saved!r}), BytesTask.train_batch
 
 def dying(self, step):
     while step == 10 and not saved.exists():
-        time.sleep(0.1)
+        time.sleep(0.02)
     if step == 10:
         os.kill(os.getpid(), signal.SIGKILL)
     return original(self, step)
 
 BytesTask.train_batch = dying
-sys.exit(cli.main(sys.argv[1:]))
 """
-"""`gdn`, and a process of it that dies at step 10 when there is a checkpoint, whose path comes first."""
+"""What makes a process of `gdn` die at step 10 when there is a checkpoint."""
+KEEPS = """
+from types import SimpleNamespace
+from jax._src import compiler
+
+compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+"""
+"""Makes a process keep its compiled programs: JAX lets the first one alone do so, and the others are not its own."""
 
 
-def launch(arguments, victim=None, saved=None):
+@contextlib.contextmanager
+def kept_port():
+    """A port that nothing else is given. A server that shares its port, as gRPC's does, may have it."""
+    with socket.socket(socket.AF_INET6) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind(("::", 0))
+        yield kept.getsockname()[1]
+
+
+def launch(folder, arguments, victim=None, saved=None):
     """`gdn` in two processes of two devices each; their exit statuses and outputs.
 
+    folder: where their outputs go.
     victim: number of the process that dies at step 10, after the checkpoint `saved`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running: list[subprocess.Popen] = []
-    for index in range(2):
-        more = {
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": str(index),
-            "JAX_NUM_CPU_DEVICES": "2",
-            "JAX_PLATFORMS": "cpu",
-        }
-        program = [GDN] if index != victim else [DIES, str(saved)]
-        command = [sys.executable, "-c", *program, *arguments]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        running.append(subprocess.Popen(command, env={**os.environ, **more}, **pipes))
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    return [process.returncode for process in running], outputs
+    programs = Path(jax.config.jax_compilation_cache_dir or folder)
+    with kept_port() as port:
+        children = [
+            forked.Child(
+                arguments,
+                folder / f"{index} {arguments[-1]}",
+                {
+                    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                    "JAX_NUM_PROCESSES": "2",
+                    "JAX_PROCESS_ID": str(index),
+                    "JAX_NUM_CPU_DEVICES": "2",
+                    "JAX_COMPILATION_CACHE_DIR": str(programs / f"process {index}"),
+                },
+                KEEPS + (DIES.format(saved=str(saved)) if index == victim else ""),
+            )
+            for index in range(2)
+        ]
+        return forked.run(*children)
 
 
 @pytest.mark.slow
@@ -335,7 +348,7 @@ def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, victim):
     out = tmp_path / "run"
     arguments = ["train", "bytes", "--data", str(folder), "--out", str(out), *tiny_runs.TINY_TEXT]
     arguments += ["--num-heads", "2", "--mesh", OVER_TWO]
-    codes, outputs = launch(arguments, victim, out / "checkpoints" / "8")
+    codes, outputs = launch(tmp_path, arguments, victim, out / "checkpoints" / "8")
     assert codes[1 - victim] == 1, outputs
     said = [
         line for line in outputs[1 - victim].splitlines() if line.startswith(f"gdn: process {1 - victim}: ")
@@ -348,7 +361,8 @@ def test_two_processes_of_which_one_dies(tmp_path, folder, run_alone, victim):
     alone = shutil.copytree(out, tmp_path / "in one process")
     assert tiny_runs.resume(alone, "--mesh", "data=4,context=2") == 0
     check_alike(run_alone, alone)
-    codes, outputs = launch(["train", "bytes", "--out", str(out), "--resume", "--mesh", OVER_TWO])
+    again = ["train", "bytes", "--out", str(out), "--mesh", OVER_TWO, "--resume"]
+    codes, outputs = launch(tmp_path, again)
     assert codes == [0, 0], outputs
     check_alike(run_alone, out)
     assert {path.name for path in out.iterdir()} == {path.name for path in run_alone.iterdir()}

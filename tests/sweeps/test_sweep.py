@@ -10,6 +10,7 @@ import sys
 import time
 import types
 
+import forked
 import numpy as np
 import pytest
 from tiny_sweeps import CONFIG, TINY, options, start
@@ -218,11 +219,10 @@ def test_side_by_side_is_one_by_one(finished, tmp_path, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
-from gdn_jax import cli
+import os, signal
 from gdn_jax.commands import files
 
-count = int(sys.argv[1])
+count = 4
 original = files.JsonLines.append
 
 def append(self, record):
@@ -236,20 +236,15 @@ def append(self, record):
     original(self, record)
 
 files.JsonLines.append = append
-sys.exit(cli.main(sys.argv[2:]))
 """
 
 
 @pytest.mark.slow
 def test_kill_then_resume(finished, tmp_path):
     out = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, "4", "sweep", "parity", "--out", str(out), *TINY],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    words = ["sweep", "parity", "--out", str(out), *TINY]
+    codes, printed = forked.run(forked.Child(words, tmp_path / "printed", code=KILLED))
+    assert codes == [-signal.SIGKILL], printed
     # in the middle of a group: one of its two runs is kept
     assert len(records(out)) == 3 and not (out / "runs.jsonl").read_bytes().endswith(b"\n")
     assert cli.main(["sweep", "parity", "--out", str(out), "--resume"]) == 0

@@ -6,10 +6,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import compiled_programs
+import forked
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -48,6 +47,12 @@ def finished(folder, tmp_path_factory):
     finally:
         steps._sums = original
     return out, traces
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, to be harmed."""
+    return shutil.copytree(finished[0], tmp_path / "copy")
 
 
 def test_run_folder(finished):
@@ -110,6 +115,13 @@ def test_ctrl_c_then_resume_is_bit_for_bit(folder, finished, tmp_path, monkeypat
     assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
 
 
+def test_a_run_that_goes_on_writes_the_same_lines(copy, finished):
+    """From a checkpoint between two lines, whose first steps the next line counts."""
+    shutil.rmtree(copy / "checkpoints" / "12")
+    assert resume(copy) == 0
+    assert metrics(copy) == metrics(finished[0])
+
+
 @pytest.mark.slow
 def test_a_resumed_step_is_the_program_of_a_first_one(finished):
     """In a folder of compiled programs it is found."""
@@ -130,24 +142,14 @@ def test_a_resumed_step_is_the_program_of_a_first_one(finished):
 
 
 KILLED = """
-import json, os, signal, sys
-from gdn_jax import cli, products
+import os, signal, sys
 
-def killed(event, ending, *argv):
-    def kill(name, args):
-        # the file system calls of Orbax are real; the power goes off in one of them
-        if name == event and str(args[0]).endswith(ending):
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill(name, arguments):
+    # the file system calls of Orbax are real; the power goes off in one of them
+    if name == {event!r} and str(arguments[0]).endswith({ending!r}):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(kill)
-    return cli.main(argv)
-
-for moment in map(json.loads, sys.argv[1:]):
-    child = os.fork()  # before JAX has begun: what is imported is there
-    if not child:
-        sys.exit(killed(*moment))
-    print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    sys.stdin.readline()
+sys.addaudithook(kill)
 """
 
 
@@ -156,23 +158,18 @@ def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path):
     """Twice: before anything is written, and when all is written and nothing has its name."""
     out, part = tmp_path / "run", "8.orbax-checkpoint-tmp"
     start = ["train", "bytes", "--data", str(folder), "--out", str(out), *TINY_TEXT]
-    moments = [
-        ["os.mkdir", f"{part}{os.sep}state.orbax-checkpoint-tmp", *start],
-        ["os.rename", part, "train", "bytes", "--out", str(out), "--resume"],
-    ]
-    command = [sys.executable, "-c", KILLED, *map(json.dumps, moments)]
     # JAX writes a compiled program in place: what dies then leaves half of one, which no other test may find.
-    kept = compiled_programs.copy_to(tmp_path / "compiled")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(kept)}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, env=environment, **pipes) as running:
-        for _ in moments:
-            ended = next((line for line in running.stdout if line.startswith("ended with")), "")
-            assert ended == f"ended with {-signal.SIGKILL}\n"
-            assert (out / "checkpoints" / part).exists()
-            with open(out / "metrics.jsonl", "a") as file:
-                file.write('{"step": 9, "lo')
-            print(file=running.stdin, flush=True)
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(compiled_programs.copy_to(tmp_path / "compiled"))}
+    for event, ending, words in (
+        ("os.mkdir", f"{part}{os.sep}state.orbax-checkpoint-tmp", start),
+        ("os.rename", part, ["train", "bytes", "--out", str(out), "--resume"]),
+    ):
+        code = KILLED.format(event=event, ending=ending)
+        codes, printed = forked.run(forked.Child(words, tmp_path / event, kept, code))
+        assert codes == [-signal.SIGKILL], printed
+        assert (out / "checkpoints" / part).exists()
+        with open(out / "metrics.jsonl", "a") as file:
+            file.write('{"step": 9, "lo')
     assert resume(out) == 0
     assert metrics(out) == metrics(finished[0])
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["12", "4", "8"]
@@ -280,12 +277,6 @@ def test_a_run_begins_with_the_weights_of_another(finished, tmp_path, capsys):
         assert cli.main(words) == 1 and not first.exists()
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message in error, error
-
-
-@pytest.fixture
-def copy(finished, tmp_path):
-    """A copy of the finished run, to be harmed."""
-    return shutil.copytree(finished[0], tmp_path / "copy")
 
 
 def test_second_process_is_refused(folder, finished, tmp_path, monkeypatch, capsys):
