@@ -105,7 +105,8 @@ def test_recall_gaps_follow_the_power_law():
 def draw(task_options, size=None, batch=64, seed=5):
     """Tokens, targets and weights of fresh sequences, in NumPy, and the task."""
     task = make_task(task_options, batch)
-    drawn = task.draw(jax.random.key(seed), batch, task.size if size is None else size)
+    size = task.size if size is None else size
+    drawn = jax.jit(lambda seed: task.draw(jax.random.key(seed), batch, size))(np.uint32(seed))
     return task, *(np.asarray(x) for x in drawn)
 
 
