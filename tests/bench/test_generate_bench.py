@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
 from flax import nnx
 
 from gdn_jax import cli
 from gdn_jax.bench import generate as generate_bench
-from gdn_jax.models import LanguageModel, generate
+from gdn_jax.models import generate
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.costs import attention_costs, model_costs, multiplied_parameters, parameters
 from gdn_jax.models.presets import PRESETS
@@ -69,7 +70,7 @@ def test_a_cache_too_large_is_a_line_of_its_own(capsys):
 @pytest.mark.slow
 def test_the_timed_loop_is_that_of_generate():
     """From a prompt's cache the loop gives the tokens of `generate`; from a random one it ends where it should."""
-    model = LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+    model = small_models.made(CONFIG)
     graphdef, params = nnx.split(model)
     prompt = np.arange(32).reshape(2, 16).astype(np.int32)
     want = np.asarray(generate(model, jnp.asarray(prompt), 6))

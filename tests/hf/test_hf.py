@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
 from flax import nnx
 from harness import tiers
 
@@ -18,7 +19,7 @@ from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.tensors import read_header
 from gdn_jax.losses import linear_softmax_cross_entropy
-from gdn_jax.models import AttentionConfig, ExpertsConfig, LanguageModel, ModelConfig
+from gdn_jax.models import AttentionConfig, ExpertsConfig, ModelConfig
 
 NAMES = hf_checkpoints.NAMES
 
@@ -207,7 +208,7 @@ OWN = {"qwen3_5_text": HYBRID, "qwen3_5_moe_text": MOE, "qwen3_next": NEXT, "olm
 )
 def test_a_model_of_our_own(model_type, tmp_path):
     """It is written as the family that has such models, in several files where they are large."""
-    model = LanguageModel(OWN[model_type], rngs=nnx.Rngs(0))
+    model = small_models.made(OWN[model_type])
     save_hf(model, tmp_path / "saved", max_file_bytes=20_000)
     files = [*tmp_path.glob("saved/model-*.safetensors")]
     assert len(files) > 2
@@ -226,7 +227,7 @@ def test_a_model_of_our_own(model_type, tmp_path):
 def test_transformers_opens_a_model_of_our_own(model_type, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
     torch = pytest.importorskip("torch", reason="needs transformers and torch")
-    model = LanguageModel(OWN[model_type], rngs=nnx.Rngs(0))
+    model = small_models.made(OWN[model_type])
     save_hf(model, tmp_path / "saved")
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved", output_loading_info=True
@@ -239,7 +240,7 @@ def test_transformers_opens_a_model_of_our_own(model_type, tmp_path):
 
 
 def test_no_family_has_a_model_without_attention(tmp_path):
-    model = LanguageModel(ModelConfig(hidden_size=16, num_layers=1, head_dim=4), rngs=nnx.Rngs(0))
+    model = small_models.made(ModelConfig(hidden_size=16, num_layers=1, head_dim=4))
     with pytest.raises(
         NotImplementedError, match=r"model: no family has .*Qwen3_5ForCausalLM: zero_centred_norms"
     ):

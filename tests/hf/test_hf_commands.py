@@ -10,6 +10,7 @@ import hf_checkpoints
 import jax
 import numpy as np
 import pytest
+import small_models
 from flax import nnx
 
 from gdn_jax import cli
@@ -294,7 +295,7 @@ def test_a_run_is_generated_from(tmp_path, capsys, monkeypatch):
     from gdn_jax.inspect import generate as command
 
     config = ModelConfig(hidden_size=16, num_layers=1, head_dim=4, implementation="recurrent")
-    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    model = small_models.made(config)
 
     stand_in = types.SimpleNamespace(model=model, text=command.next_byte.TEXT)
     monkeypatch.setattr(command, "load_text_run", lambda path, implementation: stand_in)

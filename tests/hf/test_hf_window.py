@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
 from flax import nnx
 
 from gdn_jax import cli
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.families import describe
-from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig, costs
+from gdn_jax.models import AttentionConfig, ModelConfig, costs
 from gdn_jax.models.attention import WindowCache
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parallel.mesh import MeshShape
@@ -72,7 +73,7 @@ def test_a_saved_checkpoint_is_the_one_that_was_loaded(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_of_our_own_is_written(model, tmp_path):
-    own = LanguageModel(model.config, rngs=nnx.Rngs(1))
+    own = small_models.made(model.config, 1)
     save_hf(own, tmp_path / "own")
     again = load_hf(tmp_path / "own", implementation="recurrent")
     assert again.config == model.config

@@ -41,13 +41,18 @@ def test_what_a_scale_multiplies(scaled, state, changed):
     assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
 
 
+def weights_of(make):
+    """Weights of a model that `make` makes, drawn by one program."""
+    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.Param)))()
+
+
 @pytest.mark.slow
 def test_equal_parameters_and_initial_weights():
     o = options()
     task = make_task(o.task, 8)
 
     def weights(mixer):
-        return nnx.to_pure_dict(nnx.state(program.make_model(o, task, mixer, 3), nnx.Param))
+        return weights_of(lambda: program.make_model(o, task, mixer, 3))
 
     usual = "gated_delta_net"
     alike = [name for name, m in MIXERS.items() if m.mixer == m.form == usual]
@@ -67,7 +72,7 @@ def test_time_step_scales_the_first_decays():
     task = make_task(o.task, 8)
     for mixer in ("mamba2", "gated_delta_net", "kda"):
         one, tenth = (
-            nnx.to_pure_dict(nnx.state(program.make_model(x, task, mixer, 3), nnx.Param)) for x in (o, slow)
+            weights_of(lambda x=x, mixer=mixer: program.make_model(x, task, mixer, 3)) for x in (o, slow)
         )
         biases = [x["blocks"][0]["mixer"].pop("dt_bias") for x in (one, tenth)]
         steps_of = [np.log1p(np.exp(np.asarray(x, np.float64))) for x in biases]
@@ -81,11 +86,12 @@ def test_starts_are_arguments_of_one_program():
     o = options(write_starts=(0.5, 0.06), time_steps=(1.0, 0.1), lrs=(0.01,), seeds=1, together=4)
     task = make_task(o.task, 8)
     runs = grid.wanted(o, "gated_delta_net", 1, [], "accuracy")
-    made = nnx.to_pure_dict(program.make_start(o, task, "gated_delta_net")(runs).state.params)
+    start = program.make_start(o, task, "gated_delta_net")
+    made = jax.jit(lambda: nnx.to_pure_dict(start(runs).state.params))()
     for i, run in enumerate(runs):
         size = dataclasses.replace(o.model, **run.start._asdict())
-        model = steps.make_model(MIXERS["gated_delta_net"].model(size), task.vocab_size, 0)
-        wanted = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        model = MIXERS["gated_delta_net"].model(size)
+        wanted = weights_of(lambda model=model: steps.make_model(model, task.vocab_size, 0))
         jax.tree.map(
             lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-6), made, wanted
         )
@@ -152,7 +158,8 @@ def test_turns_in_one_program(monkeypatch, large):
     )
     o = dataclasses.replace(options(together=2), task=task_options)
     task = make_task(o.task, 8)
-    runs = program.make_start(o, task, "mamba2")([grid.Run("mamba2", lr, 0) for lr in (0.01, 0.03)])
+    start = program.make_start(o, task, "mamba2")
+    runs = jax.jit(lambda: start([grid.Run("mamba2", lr, 0) for lr in (0.01, 0.03)]))()
     runs = program.Program(o, task, "mamba2").advance(runs, 0, 5)
     trained = TrainOptions(
         task_options,
@@ -206,12 +213,14 @@ def test_sets_with_the_same_sequences_are_read_once():
     np.testing.assert_array_equal(got[1].weights, [weights, 1 - weights])
     np.testing.assert_array_equal(got[0].weights, [weights, 0 * weights])
 
-    model = steps.make_model(MIXERS["mamba2"].model(options().model), 8, 0)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    sums = jax.jit(lambda params, *x: steps.sums_by_weights(graphdef, rest, params, *x))(
-        params, got[1].batch, got[1].weights
-    )
-    for i, wanted in enumerate(got[1].weights):
-        alone = steps.loss_sum(graphdef, rest, params, one._replace(weights=wanted))[1]
-        for x, y in zip(alone, sums, strict=True):
+    @jax.jit
+    def scored(batch, weights):
+        model = steps.make_model(MIXERS["mamba2"].model(options().model), 8, 0)
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        alone = [steps.loss_sum(graphdef, rest, params, one._replace(weights=x))[1] for x in weights]
+        return steps.sums_by_weights(graphdef, rest, params, batch, weights), alone
+
+    sums, alone = scored(got[1].batch, got[1].weights)
+    for i, wanted in enumerate(alone):
+        for x, y in zip(wanted, sums, strict=True):
             np.testing.assert_allclose(y[i], x, rtol=1e-6)
