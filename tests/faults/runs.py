@@ -29,6 +29,24 @@ FAULTS = (
         "tests/training/test_runs.py::test_a_run_that_goes_on_writes_the_same_lines",
     ),
     Fault(
+        "learning curves take all kinds of sequences for the first one",
+        "kinds.setdefault(names[i % len(names)], [])",
+        "kinds.setdefault(names[0], [])",
+        "tests/sweeps/test_sweep_programs.py::test_sets_of_learning_curves",
+    ),
+    Fault(
+        "a lock is deleted that another owner has made",
+        "            if _same(file, path):\n                path.unlink()\n",
+        "            path.unlink()\n",
+        "tests/training/test_files.py::test_a_lock_that_is_somebody_elses_by_now_stays",
+    ),
+    Fault(
+        "lines of validations are not missed",
+        "            *range(o.eval_every, self.step + 1, o.eval_every),\n",
+        "",
+        "tests/training/test_experiments.py::test_steps_whose_lines_a_run_has",
+    ),
+    Fault(
         "gradients are not clipped",
         "        clip_by_global_norm(options.clip),\n",
         "",

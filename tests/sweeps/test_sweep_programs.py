@@ -197,6 +197,15 @@ def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
     assert {float(x.weights.sum()) for x in sets["val"]} == {6 * shapes[0][0]}
 
 
+def test_sets_of_learning_curves(tmp_path):
+    """Each kind of sequences has its own, under its name: here as many queries as the name says."""
+    o = options(curve_every=2)
+    o = dataclasses.replace(o, task=RecallOptions(vocab_size=16, cases=("8:1", "12:3"), val_sequences=16))
+    kinds = sweep.Sweep(o, make_task(o.task, 8), JsonLines(tmp_path / "runs.jsonl")).kinds
+    asked = [(name, set(x.weights[i].sum(1))) for x in kinds for i, name in enumerate(x.names)]
+    assert sorted(asked) == [("1", {1}), ("3", {3})]
+
+
 @pytest.mark.slow
 def test_sets_with_the_same_sequences_are_read_once():
     """Each counts by its own weights, also a set that has a batch twice; batches of a shape have as many weights."""

@@ -512,5 +512,14 @@ def test_saves_and_validations_take_no_time_of_training(monkeypatch):
     assert [line["wall"]["seconds"] for line in lines] == [52, 1054, 1156, 2158]
 
 
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("step, lines", [(2, []), (7, [3, 4, 6]), (10, [3, 4, 6, 8, 9, 10])])
+def test_steps_whose_lines_a_run_has(step, lines):
+    """After every --log-every and --eval-every steps, and after the last one."""
+    run = options_lib.RunOptions(steps=10, log_every=3, eval_every=4)
+    options = dataclasses.replace(tiny_options(), run=run)
+    assert trainer.Trainer(options, *[None] * 6, step=step).lines() == lines
+
+
 def test_run_error_is_a_value_error():
     assert issubclass(RunError, ValueError)

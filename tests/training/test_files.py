@@ -152,6 +152,14 @@ def test_lock_names_its_owner_and_goes_away(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_lock_that_is_somebody_elses_by_now_stays(tmp_path):
+    """Whoever takes a deleted lock for free has made another one."""
+    with owned(tmp_path):
+        (tmp_path / "lock").unlink()
+        (tmp_path / "lock").write_text("the next owner")
+    assert (tmp_path / "lock").read_text() == "the next owner"
+
+
 def test_parts_have_owners_of_their_own(tmp_path):
     with owned(tmp_path, "a"), owned(tmp_path, "b"):
         assert sorted(os.listdir(tmp_path)) == ["lock.a", "lock.b"]
