@@ -268,7 +268,9 @@ def _spoilt(name: str, x: Any, rng: np.random.Generator) -> Any:
             return y[None] if rng.random() < 0.5 else y[0]
         case "longer":
             axis = int(rng.integers(y.ndim))
-            if (name in ("k", "q", "key", "query") and axis == y.ndim - 2) or (name in ("pool", "x") and axis < 2):
+            if (name in ("k", "q", "key", "query") and axis == y.ndim - 2) or (
+                name in ("pool", "x") and axis < 2
+            ):
                 axis = y.ndim - 1  # other numbers of heads may divide, of slots and of tokens behind are free
             if name in ("cu_seqlens",):
                 return y[:1]
