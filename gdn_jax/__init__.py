@@ -3,22 +3,25 @@
 from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import chunk_output, kkt, solve_tril, wy
 from gdn_jax.conv import causal_conv1d, causal_conv1d_update
-from gdn_jax.family.gates import channel_log_decay
-from gdn_jax.family.ops import delta_chunk_states, delta_rule, delta_step, gated_delta_product
 from gdn_jax.gates import (
     alpha_from_log_decay,
+    channel_log_decay,
     l2norm,
     log_decay,
     log_decay_from_alpha,
     write_strength,
 )
-from gdn_jax.ops import (
+from gdn_jax.rule.arguments import debug_checks
+from gdn_jax.rule.ops import (
     chunk_states,
-    debug_checks,
+    delta_chunk_states,
+    delta_rule,
+    delta_step,
     gated_delta_rule,
     gated_delta_step,
     supported_implementations,
 )
+from gdn_jax.rule.product import gated_delta_product
 
 __version__ = "0.1.0"
 

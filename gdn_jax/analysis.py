@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.chunks.decay import chunk_cumsum
 from gdn_jax.chunks.stages import Numerics, kkt
 from gdn_jax.gates import l2norm
-from gdn_jax.reference import recurrent_step
+from gdn_jax.rule.definition import recurrent_step
 from gdn_jax.shapes import accumulation_dtype, check_array, rule_dims, split_heads
 
 

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,51 +21,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gdn_jax.shapes import RuleArrays
-
 Axes = tuple[str, ...]
 """Names of an array's dimensions. One of a name that may be split has that name's size, or a multiple of it. For a
 result of `on_shards` "+" and a name may follow."""
-
-
-class RuleAxes(NamedTuple):
-    """Names of the dimensions of the rule's arrays, for `on_shards` and `on_explicit_shards`."""
-
-    sizes: dict[str, int]
-    """Parts that rows "b" and heads "h" can be split into: no two parts share a head of any array."""
-    inputs: RuleArrays
-
-    @classmethod
-    def of(cls, x: RuleArrays) -> "RuleAxes":
-        """Names the dimensions of a call's arguments."""
-        heads = math.gcd(*(y.shape[2] for y in x[:3] if y is not None))
-        tokens = "b t h k", "b t h k", "b t h v", "b t h", "b t h"
-        state = "b h . ." if x.cu_seqlens is None else ". h . ."
-        q, k, v, g, beta = tokens
-        return cls({"b": x.k.shape[0], "h": heads}, RuleArrays(q, k, v, g, beta, state, ".", "b t"))
-
-    @property
-    def outputs(self) -> tuple[str, str]:
-        """Names of the dimensions of o and the final states, and of their cotangents."""
-        return self.inputs.v, self.inputs.initial_state
-
-    def shard(self, x: Any, shards: int, operands: Any = None) -> Any:
-        """Shapes of one of so many shards, of which rows give as many as they can.
-
-        Args:
-          x: a record of arrays.
-          operands: names of their dimensions; None for `inputs`.
-        """
-        rows = math.gcd(self.sizes["b"], shards)
-        parts = {"b": rows, "h": math.gcd(self.sizes["h"], shards // rows)}
-
-        def one(y, names: str | None):
-            if y is None or names is None:
-                return None
-            shape = [n // parts.get(name, 1) for n, name in zip(y.shape, names.split(), strict=True)]
-            return jax.ShapeDtypeStruct(shape, y.dtype)
-
-        return type(x)._make(map(one, x, self.inputs if operands is None else operands))
 
 
 def on_shards(

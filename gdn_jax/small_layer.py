@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm, write_strength
-from gdn_jax.ops import IMPLEMENTATIONS, gated_delta_rule
+from gdn_jax.rule.implementations import IMPLEMENTATIONS
+from gdn_jax.rule.ops import gated_delta_rule
 from gdn_jax.shapes import MAX_HEAD_DIM, check_choice
 
 

@@ -120,7 +120,7 @@ def kimi_delta_attention(
     if getattr(context_parallel_metadata, "is_cp_enabled", False):
         raise NotImplementedError(
             "context_parallel_metadata: expected None or one that is not enabled; for tokens split over devices use "
-            "gdn_jax.parallel.context_family.delta_rule"
+            "gdn_jax.parallel.context.delta_rule"
         )
     check_array("query", query, (None,) * 4, "H, B, T, K")
     H, B, T, K = query.shape

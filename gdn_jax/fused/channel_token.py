@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.conv import causal_conv1d_update
-from gdn_jax.family.definition import recurrent_step
-from gdn_jax.family.gates import channel_log_decay
 from gdn_jax.fused.kernels import fused_op, usable
 from gdn_jax.fused.short_conv import split_normalized
-from gdn_jax.gates import l2norm, write_strength
+from gdn_jax.gates import channel_log_decay, l2norm, write_strength
+from gdn_jax.rule.definition import channel_step
 from gdn_jax.shapes import split_heads
 
 
@@ -137,7 +136,7 @@ def plain_token(gates: ChannelGates, token: ChannelToken):
     beta = write_strength(b, allow_neg_eigval=gates.allow_neg_eigval)[..., None]
     arrays = q, k, v.reshape(B, HV, V).astype(jnp.float32), g, beta, beta
     S, *arrays = (split_heads(x, 1, (H, HV)) for x in (token.state.astype(jnp.float32), *arrays))
-    S, o = recurrent_step(S, *arrays, scale=K**-0.5)
+    S, o = channel_step(S, *arrays, scale=K**-0.5)
     o = o.reshape(B, HV, V).astype(token.channels.dtype)
     return o, conv_state, S.reshape(token.state.shape).astype(token.state.dtype)
 

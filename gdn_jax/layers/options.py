@@ -7,7 +7,7 @@ import numpy as np
 
 from gdn_jax import rules
 from gdn_jax.conv import MAX_WIDTH, MIN_WIDTH
-from gdn_jax.ops import IMPLEMENTATIONS
+from gdn_jax.rule.implementations import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import mosaic
 from gdn_jax.blocks import Initializer
 from gdn_jax.chunks import rows
 from gdn_jax.fused.embedding import embed
@@ -19,13 +18,14 @@ from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import make_block, stream_norm
 from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.products import array_of, transposed_product
+from gdn_jax.rule import seam
 from gdn_jax.shapes import check_array, check_integer
 
 Cache = tuple[Any, ...]
 """Cache of a LanguageModel: one entry per block, made by its mixer."""
 
 REMAT_POLICIES = {
-    "rule": jax.checkpoint_policies.save_only_these_names(*rows.RESIDUAL_NAMES, *mosaic.RESIDUAL_NAMES),
+    "rule": jax.checkpoint_policies.save_only_these_names(*rows.RESIDUAL_NAMES, *seam.RESIDUAL_NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """Arrays that a block keeps beside its input, by `ModelConfig.remat`."""

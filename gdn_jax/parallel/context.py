@@ -5,8 +5,8 @@ that enters (`prefix.entering`) and runs its own tokens from there. Only states 
 grow with the length. In the backward pass the cotangent of the state travels the other way through the same maps, and
 every device then differentiates its own tokens alone.
 
-One device's part has forms with the same methods: `context_plain.Plain` and `context_kernels.Kernels`, and that of
-another rule (`context_family`). A form names its record of arrays: q, k, v, gates from g on, states and borders.
+What a device's tokens do to a state is a matrix [K, K] for every kind of gates, and so is all that is handed over.
+One device's part has forms with the same methods: `context_plain.Plain` and `context_kernels.Kernels`.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from gdn_jax import ops
-from gdn_jax.ops import check_call
 from gdn_jax.parallel import exchange
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
 from gdn_jax.parallel.context_kernels import Kernels
 from gdn_jax.parallel.context_plain import Plain
 from gdn_jax.parallel.prefix import Affine, entering
 from gdn_jax.partitioning import vary_alike
+from gdn_jax.rule.arguments import strengths
+from gdn_jax.rule.call import HEADS, Arrays, Call, gates_of
+from gdn_jax.rule.implementations import TABLE, Implementation
+from gdn_jax.rule.ops import check_call
+from gdn_jax.rule.ops import delta_rule as delta_rule_of_rows
 from gdn_jax.shapes import (
     AnyStates,
+    ArgumentError,
     Dims,
     Keys,
     KnownOffsets,
     LogDecay,
     Outputs,
     Queries,
-    RuleArrays,
     Scale,
     SegmentIds,
     Strength,
@@ -41,18 +45,6 @@ from gdn_jax.shapes import (
     accumulation_dtype,
     widened,
 )
-
-
-def _plain(chunk_size: int, implementation: str) -> Callable[..., Plain]:
-    return partial(Plain, chunk_size=chunk_size, implementation=implementation)
-
-
-FORMS: dict[str, Callable[[int, str], Callable[..., Plain | Kernels]]] = {
-    "mosaic_gpu": lambda chunk_size, implementation: Kernels,
-    "chunked": _plain,
-    "recurrent": _plain,
-}
-"""Implementation -> what makes its form for a chunk size and the implementation's name."""
 
 
 def gated_delta_rule(
@@ -91,42 +83,100 @@ def gated_delta_rule(
     Numerics: by states those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole
       devices are merged in float32. Differentiable once, in reverse.
     """
-    arrays = RuleArrays(q, k, v, g, beta, initial_state, cu_seqlens, segment_ids)
-    asked = implementation
-    dims, scale, implementation = check_call(arrays, scale, state_layout, chunk_size, implementation)
+    x = Arrays(q, k, v, g, beta, None, initial_state, cu_seqlens, segment_ids)
+    call = Call(use_qk_l2norm, state_layout, chunk_size=chunk_size)
+    return _split(call, x, scale, implementation, axis_name, by)
+
+
+def delta_rule(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    beta: Strength | None = None,
+    erase: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    write: Float[Array, "B T HO"] | Float[Array, "B T HO V"] | None = None,
+    *,
+    axis_name: str,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+    by: str | None = None,
+) -> tuple[Outputs, AnyStates]:
+    """`gdn_jax.delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
+
+    Args: those of `gdn_jax.delta_rule`. q, k, v, g, beta, erase, write and segment_ids are this device's tokens;
+      initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
+      axis_name, by: as for `gated_delta_rule`.
+
+    Returns:
+      o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where heads cannot be exchanged.
+
+    Numerics: as `gated_delta_rule`.
+    """
+    erase, write = strengths(beta, erase, write)
+    x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
+    call = Call(use_qk_l2norm, state_layout, gates_of(x, beta), chunk_size)
+    return _split(call, x, scale, implementation, axis_name, by)
+
+
+def _split(
+    call: Call, x: Arrays, scale: Any, implementation: str | None, axis_name: str, by: str | None
+) -> tuple[Outputs, AnyStates]:
+    """A call of the rule whose tokens are split, by states or by heads."""
+    dims, scale, chosen = check_call(call, x, scale, implementation)
     devices = lax.axis_size(axis_name)
     if by is None:
-        by = "heads" if exchange.pays(dims, q.dtype.itemsize, devices) else "states"
+        numbers = [1 if y.ndim == 3 else y.shape[3] for y in x[3:6] if y is not None]
+        gates = 2 if call.gates == HEADS else sum(numbers)
+        by = "heads" if exchange.pays(dims, x.q.dtype.itemsize, devices, gates) else "states"
     if by not in ("states", "heads"):
-        raise ValueError(f"by: expected 'states' or 'heads', got {by!r}")
+        raise ArgumentError("by", "'states' or 'heads'", repr(by))
+    lies: dict[str, Any] = dict(axis_name=axis_name, scale=scale, state_layout=call.state_layout)
     if by == "heads":
         if reason := exchange.reason_against(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
-        return exchange.rule_by_heads(
-            ops.gated_delta_rule,
-            arrays,
-            dims,
-            axis_name=axis_name,
-            scale=scale,
-            use_qk_l2norm=use_qk_l2norm,
-            state_layout=state_layout,
-            chunk_size=chunk_size,
-            implementation=implementation,
+        options = dict(use_qk_l2norm=call.use_qk_l2norm, chunk_size=call.chunk_size)
+        rule = partial(_of_gates, call.is_beta)
+        return exchange.rule_by_heads(rule, x, dims, **lies, **options, implementation=chosen.name)
+    return by_states(_form(call, chosen, implementation), x, dims, **lies)
+
+
+def _of_gates(is_beta: bool, q, k, v, g, erase, write, **options: Any) -> tuple[Outputs, AnyStates]:
+    """`delta_rule` of the arrays of a call."""
+    strengths = dict(beta=erase) if is_beta else dict(erase=erase, write=write)
+    return delta_rule_of_rows(q, k, v, g, **strengths, **options)
+
+
+def _form(call: Call, chosen: Implementation, asked: str | None) -> Callable[..., Plain | Kernels]:
+    """Finds the form of one device's part, which is made for a scale.
+
+    Raises:
+      NotImplementedError: the implementation that was asked for hands over no states.
+    """
+    if chosen.hands_over_states and chosen.by_kernels:
+        return partial(Kernels, use_qk_l2norm=call.use_qk_l2norm)
+    if not chosen.hands_over_states and asked is not None:
+        names = [one.name for one in TABLE if call.gates in one.gates and one.hands_over_states]
+        raise NotImplementedError(
+            f"implementation {asked!r}: states are handed over by {', '.join(map(repr, names))}; by='heads' runs the "
+            "others"
         )
-    if implementation not in FORMS:
-        if asked is not None:
-            names = ", ".join(map(repr, FORMS))
-            raise NotImplementedError(
-                f"implementation {asked!r}: states are handed over by {names}; by='heads' runs the others"
-            )
-        implementation = "chunked"
-    form = partial(FORMS[implementation](chunk_size, implementation), use_qk_l2norm=use_qk_l2norm)
-    return by_states(form, arrays, dims, axis_name=axis_name, scale=scale, state_layout=state_layout)
+    form = chosen.name if chosen.hands_over_states else "chunked"
+    return partial(Plain, call=call._replace(state_layout="kv", form=form))
 
 
 def by_states(
     make_form: Callable[..., Any],
-    x: Any,
+    x: Arrays,
     dims: Dims,
     *,
     axis_name: str,
@@ -137,7 +187,7 @@ def by_states(
 
     Args:
       make_form: makes the form of one device's part for a scale.
-      x: the form's record of arrays, as the caller gave them.
+      x: the arrays, as the caller gave them.
       dims: of x.
       axis_name, scale, state_layout: as for `context.gated_delta_rule`.
     """
@@ -146,7 +196,7 @@ def by_states(
     else:
         number, factor = scale, None
     h_0, cu_seqlens = x.initial_state, x.cu_seqlens
-    dtype = accumulation_dtype(x.q, *x[3 : x._fields.index("initial_state") + 1])
+    dtype = accumulation_dtype(x.q, *x[3:7])
     if h_0 is not None and state_layout == "vk":
         h_0 = jnp.swapaxes(h_0, -1, -2)
     if x.segment_ids is not None:
@@ -168,12 +218,12 @@ def by_states(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rule(axis_name: str, form: Plain | Kernels, x: Any, borders: Borders) -> tuple[jax.Array, jax.Array]:
+def _rule(axis_name: str, form: Plain | Kernels, x: Arrays, borders: Borders) -> tuple[jax.Array, jax.Array]:
     """o and the final states of this device's tokens. x.initial_state holds the states that start on this device."""
     return _rule_fwd(axis_name, form, x, borders)[0]
 
 
-def _rule_fwd(axis_name: str, form: Plain | Kernels, x: Any, borders: Borders):
+def _rule_fwd(axis_name: str, form: Plain | Kernels, x: Arrays, borders: Borders):
     nothing = jnp.zeros_like(borders.pick(x.initial_state, borders.first))
     begins = borders.put(x.initial_state, borders.first, nothing, borders.enters)
     own, rest = form.forward(x, begins, borders)
@@ -197,7 +247,7 @@ def _rule_bwd(axis_name: str, form: Plain | Kernels, kept, cotangents):
         rest(borders.put(dfinal, borders.last, behind, borders.leaves))
     )
     dinitial = borders.put(dstart, borders.first, nothing, borders.enters)
-    return form.record._make((*gradients, dinitial, None, None)), None
+    return Arrays._make((*gradients, dinitial, None, None)), None
 
 
 _rule.defvjp(_rule_fwd, _rule_bwd)

@@ -6,7 +6,7 @@ is the map over the whole device, so that splitting tokens costs hardly more tha
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ from jaxtyping import Array, Float, Int
 from gdn_jax import gates
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.prefix import Affine
-from gdn_jax.shapes import RuleArrays
+from gdn_jax.rule.call import Arrays
 
 
 class Saved(NamedTuple):
     """Arrays that the forward pass keeps for the backward pass."""
 
-    x: RuleArrays
+    x: Arrays
     """The tokens. initial_state holds the states that this device's tokens started from."""
     residuals: Any
 
@@ -34,10 +34,9 @@ class Kernels:
     scale: float
     use_qk_l2norm: bool
     interpret: Any = None
-    record: ClassVar[Any] = RuleArrays
 
     def forward(
-        self, x: RuleArrays, begins: Float[Array, "N HO K V"], borders: Borders
+        self, x: Arrays, begins: Float[Array, "N HO K V"], borders: Borders
     ) -> tuple[Affine, Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array], Saved]]]:
         """The forward pass up to the states that enter, and the rest of it.
 
@@ -55,7 +54,7 @@ class Kernels:
 
         q, k = self._normalized(x.q, x.k)
         options = dict(open_sequence=borders.last, scale=self.scale, interpret=self.interpret)
-        opened = rule.prepare_open(x._replace(q=q, k=k), **options)
+        opened = rule.prepare_open(x._replace(q=q, k=k).of_heads, **options)
         items, m_t = opened.prepared.items, opened.prepared.m_t
         assert m_t is not None
         _, end = _items_of(items, borders.last, x.k.shape[0])
@@ -79,13 +78,13 @@ class Kernels:
 
         Returns:
           The cotangent of the states that entered. And a function from the cotangents of all final states to those
-          of q, k, v, g, beta and the states that the tokens started from.
+          of q, k, v, the gates and the states that the tokens started from.
         """
         from pallas_kernels.backward import rule
 
         x, residuals = saved
         (q, k), through_norm = jax.vjp(self._normalized, x.q, x.k)
-        plain, options = x._replace(q=q, k=k), dict(scale=self.scale, interpret=self.interpret)
+        plain, options = x._replace(q=q, k=k).of_heads, dict(scale=self.scale, interpret=self.interpret)
         e, at_ends = rule.open_adjoints(plain, residuals, rule.OutputCotangents(do, ends), **options)
         segments, rows = residuals.segments, x.k.shape[0]
         first, end = _items_of(segments.items, borders.first, rows)
@@ -102,7 +101,7 @@ class Kernels:
             config, cotangents = rule.Config(segments=True), rule.OutputCotangents(do, ends)
             adjoints = e.at[end - 1].set(behind)
             out = rule.backward(plain, residuals, cotangents, config=config, adjoints=adjoints, **options)
-            return *through_norm((out.dq, out.dk)), *out[2:]
+            return *through_norm((out.dq, out.dk)), out.dv, out.dg, out.dbeta, None, out.dh_0
 
         return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
 

@@ -19,11 +19,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import losses, ops
-from gdn_jax.family import ops as family
-from gdn_jax.parallel import context, context_family
+from gdn_jax import losses
+from gdn_jax.parallel import context
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
+from gdn_jax.rule import arguments, ops
+from gdn_jax.rule.product import product_by
 
 
 def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -43,19 +44,17 @@ def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tupl
 def delta_rule_on_mesh(
     q, k, v, g=None, beta=None, *, erase=None, write=None, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`gdn_jax.delta_rule`, on a mesh too: by `context_family.delta_rule` where there is a context axis.
+    """`gdn_jax.delta_rule`, on a mesh too: by `context.delta_rule` where there is a context axis.
 
     Raises:
       ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where the devices along context do not
         divide the tokens.
     """
-    if family.is_of_heads(g, erase, write):
-        return gated_delta_rule_on_mesh(q, k, v, g, beta, **options)
     sizes = axes_set()
     if sizes is None or sizes[CONTEXT] == 1:
-        return family.delta_rule(q, k, v, g, beta, erase=erase, write=write, **options)
+        return ops.delta_rule(q, k, v, g, beta, erase=erase, write=write, **options)
     check_tokens(q.shape[1], sizes)
-    return _over_tokens(context_family.delta_rule, sizes, (q, k, v, g, beta, erase, write), options)
+    return _over_tokens(context.delta_rule, sizes, (q, k, v, g, beta, erase, write), options)
 
 
 def gated_delta_product_on_mesh(
@@ -68,7 +67,7 @@ def gated_delta_product_on_mesh(
         not divide the tokens.
     """
     tokens = q, k, v, g, beta
-    return family.product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
+    return product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
 
 
 def _over_tokens(
@@ -132,7 +131,7 @@ def attention_on_mesh(
         return attend(q, k, v, **rows)
     parts = sizes[HEAD] * sizes[CONTEXT]
     if q.shape[2] % parts:
-        if ops.debug_checks_are_on():
+        if arguments.debug_checks_are_on():
             warnings.warn(
                 f"attention: {q.shape[2]} heads cannot be split over the {parts} devices of a row; keys and values "
                 "are gathered",

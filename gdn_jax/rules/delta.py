@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from gdn_jax.ops import gated_delta_step
 from gdn_jax.parallel.token_shards import gated_delta_rule_on_mesh
+from gdn_jax.rule.ops import gated_delta_step
 from gdn_jax.rules.rule import Rule
 
 DELTA = Rule(

@@ -1,7 +1,7 @@
 """The gated delta rule, S <- exp(g) S; S <- S + beta k (v - k^T S)^T: decay and correction."""
 
-from gdn_jax.ops import gated_delta_step
 from gdn_jax.parallel.token_shards import gated_delta_rule_on_mesh
+from gdn_jax.rule.ops import gated_delta_step
 from gdn_jax.rules.rule import Rule
 
 GATED_DELTA = Rule(

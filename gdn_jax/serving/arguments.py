@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax import ops
+from gdn_jax.rule import arguments as values
 from gdn_jax.shapes import (
     Dims,
     check_array,
@@ -129,9 +129,9 @@ def check_integers(name: str, x: Any, shape: tuple[int | None, ...], letters: st
 
 
 def check_values(check: Callable[..., None], *arrays: Any) -> None:
-    """Runs a check of values on the host: of NumPy arrays always, of others in debug; see `ops.check_known`."""
-    if all(isinstance(x, np.ndarray) for x in arrays) or ops.debug_checks_are_on():
-        ops.check_known(check, *arrays)
+    """Runs a check of values on the host: of NumPy arrays always, of others in debug; see `check_known`."""
+    if all(isinstance(x, np.ndarray) for x in arrays) or values.debug_checks_are_on():
+        values.check_known(check, *arrays)
 
 
 def _check_slot_values(name: str, size: int, null_slot: int | None, unique: bool, slots) -> None:

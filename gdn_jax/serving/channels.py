@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax import gates
-from gdn_jax.family import definition
-from gdn_jax.family.gates import channel_log_decay
+from gdn_jax.rule import definition
 from gdn_jax.serving.arguments import token_dims
 from gdn_jax.serving.call import Call
 from gdn_jax.serving.tokens import Raw
@@ -75,7 +74,7 @@ class ChannelRaw(NamedTuple):
         if call.use_qk_l2norm:
             q, k = gates.l2norm(q), gates.l2norm(k)
         bias = jnp.broadcast_to(self.f_bias, f.shape[-2:])
-        g = channel_log_decay(f, self.A_log, bias, call.lower_bound)
+        g = gates.channel_log_decay(f, self.A_log, bias, call.lower_bound)
         g = jnp.broadcast_to(g, (*g.shape[:-1], k.shape[-1]))
         erase = gates.write_strength(erase, allow_neg_eigval=call.allow_neg_eigval)
         write = erase if self.write is None else gates.write_strength(self.write.astype(dtype))
@@ -89,7 +88,7 @@ class ChannelRaw(NamedTuple):
 
 
 class ChannelTokens(NamedTuple):
-    """Tokens as `family.definition.recurrent_step` takes them, without its state; their heads are not split yet."""
+    """Tokens as `definition.channel_step` takes them, without its state; their heads are not split yet."""
 
     q: Float[Array, "*B Hq K"]
     k: Float[Array, "*B Hk K"]
@@ -104,7 +103,7 @@ class ChannelTokens(NamedTuple):
 
     def step(self, h: Float[Array, "B HO K V"], call: Call) -> tuple[Array, Array]:
         """One token of every request: the new states [B, HO, K, V] and the outputs [B, HO, V]."""
-        new, o = definition.recurrent_step(self.split(h), *map(self.split, self), scale=call.scale)
+        new, o = definition.channel_step(self.split(h), *map(self.split, self), scale=call.scale)
         return new.reshape(h.shape), o.reshape(*h.shape[:2], h.shape[3])
 
 

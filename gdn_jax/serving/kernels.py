@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import ops
+from gdn_jax.rule.call import Arrays
+from gdn_jax.rule.call import Call as RuleCall
+from gdn_jax.rule.ops import check_call
 from gdn_jax.serving.byte_states import BytePool, ByteStates
 from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
 from gdn_jax.serving.channels import ChannelRaw
@@ -203,9 +205,9 @@ class StateKernels(StatePool):
             return False
         dims, cu_seqlens, S = tokens.dims, tokens.cu_seqlens, jax.ShapeDtypeStruct
         initial = S((dims.N, *self.arrays.shape[-3:]), accumulation_dtype(*tokens[:5], self.arrays))
-        shapes = tokens._replace(initial_state=initial, cu_seqlens=S(cu_seqlens.shape, cu_seqlens.dtype))
-        options = call.scale, self.layout, call.chunk_size, call.implementation
-        runs = ops.check_call(shapes, *options)[2] == "mosaic_gpu"
+        shapes = Arrays(*tokens[:5], None, initial, S(cu_seqlens.shape, cu_seqlens.dtype), None)
+        asked = RuleCall(call.use_qk_l2norm, self.layout, chunk_size=call.chunk_size)
+        runs = check_call(asked, shapes, call.scale, call.implementation)[2].name == "mosaic_gpu"
         return runs and not _varies(self) and rule.check_pool(dims, self.arrays, call.scale) is None
 
     def prefill(self, call: PromptCall, tokens: RuleArrays, at: At) -> tuple[Float[Array, "1 T HO V"], Any]:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.family.ops import delta_chunk_states, delta_rule, is_of_heads
+from gdn_jax.rule.call import HEADS, Arrays, gates_of
+from gdn_jax.rule.ops import delta_chunk_states, delta_rule
 from gdn_jax.shapes import ArgumentError, Dims, RuleArrays, check_channels, rule_dims
 
 
@@ -31,7 +32,7 @@ class Prompts(NamedTuple):
     def of_heads(self) -> RuleArrays | None:
         """Arguments of `gated_delta_rule`; None where gates are of each channel, or erase and write apart."""
         q, k, v, g, beta, erase, write, cu_seqlens = self
-        if not is_of_heads(g, erase, write):
+        if gates_of(Arrays(q, k, v, g, erase, write, None, cu_seqlens, None), None) != HEADS:
             return None
         return RuleArrays(q, k, v, g, beta, None, cu_seqlens, None)
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
-from gdn_jax import ops
 from gdn_jax.gates import log_decay_from_alpha
+from gdn_jax.rule import arguments
 from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_integers, check_sequences, check_slots, check_values
 from gdn_jax.serving.call import At, PromptCall
@@ -98,7 +98,7 @@ def prefill(
     check_sequences(cu_seqlens, dims.T, has_initial_state)
     tokens = tokens._replace(cu_seqlens=cu_seqlens.astype(np.int32))  # which may be narrow or unsigned
     at.check(memory, "N", dims.N)
-    ops.check_chunk_size(chunk_size)
+    arguments.check_chunk_size(chunk_size)
     if (checkpoint_every is None) != (checkpoint_slots is None):
         raise ValueError("checkpoint_slots: expected together with checkpoint_every, got one of the two")
     if checkpoint_every is not None:
@@ -116,8 +116,8 @@ def prefill(
     if of_heads is None or not fast.takes_prompts(call, of_heads):
         o, memory = shards.leave_to_xla(work, memory, tokens, at)
         return o, memory.arrays
-    if ops.debug_checks_are_on():
-        ops.check_values(dims.T, g, None)
+    if arguments.debug_checks_are_on():
+        arguments.check_values(dims.T, g, None)
     o, fast = shards.by_heads(work, fast, of_heads, at)
     return o, fast.arrays
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gdn_jax import ops
 from gdn_jax.partitioning import (
     expected_shards,
     lie_on_explicit_axes,
@@ -20,6 +19,7 @@ from gdn_jax.partitioning import (
     on_shards,
     warn_of_gathers,
 )
+from gdn_jax.rule import arguments
 from gdn_jax.serving.call import interpreter
 
 CHANNELS = 128
@@ -39,7 +39,7 @@ def by_heads(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array
       pool: the pool that has the method.
       tokens, where: records of arrays or None. The outputs have the dimensions of the first array of tokens.
     """
-    if ops.debug_checks_are_on():
+    if arguments.debug_checks_are_on():
         _warn_of_gathered(pool, tokens)
     if interpreter.get() is not None:
         return _run(work, *jax.tree.map(jnp.asarray, (pool, tokens, where)))

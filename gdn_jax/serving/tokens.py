@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax import gates, reference
+from gdn_jax import gates
+from gdn_jax.rule import definition
 from gdn_jax.serving.arguments import token_dims
 from gdn_jax.serving.call import Call
 from gdn_jax.shapes import (
@@ -77,7 +78,7 @@ class Raw(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens as `reference.recurrent_step` takes them, without its state; their heads are not split yet."""
+    """Tokens as `definition.recurrent_step` takes them, without its state; their heads are not split yet."""
 
     q: Float[Array, "*B Hq K"]
     k: Float[Array, "*B Hk K"]
@@ -91,7 +92,7 @@ class Tokens(NamedTuple):
 
     def step(self, h: Float[Array, "B HO K V"], call: Call) -> tuple[Array, Array]:
         """One token of every request: the new states [B, HO, K, V] and the outputs [B, HO, V]."""
-        new, o = reference.recurrent_step(self.split(h), *map(self.split, self), scale=call.scale)
+        new, o = definition.recurrent_step(self.split(h), *map(self.split, self), scale=call.scale)
         return new.reshape(h.shape), o.reshape(*h.shape[:2], h.shape[3])
 
 

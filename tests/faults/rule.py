@@ -29,8 +29,8 @@ FAULTS = (
     ),
     Fault(
         "debug_checks let keys of any length through",
-        "check_keys(None if normalises else x.k, x.beta)",
-        "check_keys(None, x.beta)",
+        "check_keys(None if call.use_qk_l2norm else x.k, x.erase)",
+        "check_keys(None, x.erase)",
         "tests/rule/test_api.py::test_run_time_checks",
     ),
     Fault(
@@ -65,8 +65,8 @@ FAULTS = (
     ),
     Fault(
         "chunk_states ignores segment_ids",
-        "states = segments.within(form, x.segment_ids, owners, k=k",
-        "states = segments.within(form, None, owners, k=k",
+        "segments.within(form, x.segment_ids, owners,",
+        "segments.within(form, None, owners,",
         "tests/rule/test_stages.py::test_chunk_states",
     ),
     Fault(
@@ -89,14 +89,14 @@ FAULTS = (
     ),
     Fault(
         "chunk_states ignores the norm",
-        "k = gates.l2norm(x.k) if call.use_qk_l2norm else x.k",
-        "k = x.k",
+        "arrays = {name: gates.l2norm(y) for name, y in arrays.items()}",
+        'arrays = {name: gates.l2norm(y) if name == "q" else y for name, y in arrays.items()}',
         "tests/rule/test_stages.py::test_chunk_states",
     ),
     Fault(
         "chunk_states ignores debug checks",
-        "x = _checked_values(x._replace(q=None), dims, use_k_l2norm)",
-        "x = vary_alike(x._replace(q=None))",
+        'return plain.chunk_states, call, "b . h . .", checked(call, x, dims)',
+        'return plain.chunk_states, call, "b . h . .", x',
         "tests/rule/test_api.py::test_run_time_checks_of_chunk_states",
     ),
     Fault(
@@ -161,8 +161,8 @@ FAULTS = (
     ),
     Fault(
         "the family ignores segment_ids",
-        "write=write, initial_state=h_0)\n    o, final = segments.within(form, x.segment_ids,",
-        "write=write, initial_state=h_0)\n    o, final = segments.within(form, None,",
+        "segments.within(form, x.segment_ids, segments.OF_ROWS,",
+        "segments.within(form, None, segments.OF_ROWS,",
         "tests/rule/test_family.py::test_chunked_form[segments]",
     ),
     Fault(
@@ -245,8 +245,8 @@ FAULTS = (
     ),
     Fault(
         "the states of chunks are those of keys that are not normalised",
-        "    (k,) = _normalised(call, x.k)\n",
-        "    k = x.k\n",
+        "if call.use_qk_l2norm:\n        arrays = {",
+        "if x.q is not None and call.use_qk_l2norm:\n        arrays = {",
         "tests/rule/test_family.py::test_steps_equal_the_row",
     ),
 )

@@ -14,7 +14,7 @@ from tolerances import worst_ratio
 
 from gdn_jax import delta_rule
 from gdn_jax.checks import family_cases
-from gdn_jax.family import mosaic
+from gdn_jax.rule import seam
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def test_lengths_known_while_tracing(case):
     both = []
     for known in (True, False):
         call, given = family_kernels.call(case, x, known=known)
-        outputs, vjp = jax.vjp(functools.partial(mosaic._rule, call), given)
+        outputs, vjp = jax.vjp(functools.partial(seam.rule, call), given)
         both.append((outputs, vjp((jnp.asarray(x.do), jnp.asarray(x.dh_T)))[0][:7]))
     for one, other in zip(*map(jax.tree.leaves, both), strict=True):
         assert worst_ratio(np.asarray(one, np.float64), np.asarray(other, np.float64), None) < 1e-2

@@ -16,8 +16,7 @@ from tolerances import STATES, bound, worst_ratio
 
 from gdn_jax import delta_rule
 from gdn_jax.checks import family_cases
-from gdn_jax.family import forms, mosaic
-from gdn_jax.xla import Call
+from gdn_jax.rule import plain, seam
 from pallas_kernels.chunks.pairs import Config, Pairs, channel_pairs
 from pallas_kernels.device import launch
 from pallas_kernels.forward import channel_rule
@@ -129,7 +128,8 @@ def test_forward(name, monkeypatch):
     )
     monkeypatch.setattr(channel_rule, "forward", run)
     x = family_cases.inputs(case, "bfloat16")
-    outputs, expected = mosaic._forward(*family_kernels.call(case, x))[:2], family_kernels.truth(case, x)
+    call, given = family_kernels.call(case, x)
+    outputs, expected = call.kernels.forward(call, given)[:2], family_kernels.truth(case, x)
     for key, got in zip(STATES, outputs, strict=True):
         assert worst_ratio(expected[key], np.asarray(got, np.float64), None) < bound(key, "bfloat16"), key
 
@@ -141,21 +141,21 @@ def test_the_derivative_is_that_of_the_plain_form(erase, monkeypatch):
     case = wide("channel-derivative", T=6, K=8, V=8, erase=erase, write=erase)
     x = family_cases.inputs(case)
     call, given = family_kernels.call(case, x)
-    shapes = jax.eval_shape(lambda x: forms.rule(Call(False, "kv"), x, 1.0), given)
+    shapes = jax.eval_shape(lambda x: plain.rule(call, x, 1.0), given)
     nothing = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
-    monkeypatch.setattr(mosaic, "_forward", lambda call, x: nothing)
+    monkeypatch.setattr(seam, "_forward", lambda call: lambda call, x: nothing)
     strengths = dict(erase=given.erase, write=given.write) if erase else dict(beta=given.erase)
 
     def loss(rule, arguments):
         o, state = rule(arguments)
         return (o * x.do).sum() + (state * x.dh_T).sum()
 
-    def plain(arguments):
+    def plain_form(arguments):
         return delta_rule(**arguments, implementation="chunked")
 
     def kernels(arguments):
         strengths = arguments.get("beta", arguments.get("erase")), arguments.get("write")
-        return mosaic.rule(call, given._replace(**arrays(arguments, strengths)), call.scale)
+        return seam.rule(call, given._replace(**arrays(arguments, strengths)))
 
     def arrays(arguments, strengths):
         kept = {name: y for name, y in arguments.items() if name not in ("beta", "erase", "write")}
@@ -164,7 +164,9 @@ def test_the_derivative_is_that_of_the_plain_form(erase, monkeypatch):
     arguments = dict(
         q=given.q, k=given.k, v=given.v, g=given.g, initial_state=given.initial_state, **strengths
     )
-    got, want = (jax.jit(jax.grad(functools.partial(loss, rule)))(arguments) for rule in (kernels, plain))
+    got, want = (
+        jax.jit(jax.grad(functools.partial(loss, rule)))(arguments) for rule in (kernels, plain_form)
+    )
     for name, y in want.items():
         assert np.abs(y).max() > 0, name
         np.testing.assert_allclose(got[name], y, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -206,7 +208,7 @@ def test_refusals(change, reason, monkeypatch):
     )
     with pytest.raises(NotImplementedError, match=f"'mosaic_gpu': {reason}"):
         call(implementation="mosaic_gpu")
-    monkeypatch.delattr(mosaic, "rule")
+    monkeypatch.delattr(seam, "rule")
     assert jax.eval_shape(call)[0].shape == q.shape  # unasked, the plain form runs
 
 

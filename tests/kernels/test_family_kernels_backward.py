@@ -15,7 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import bound, worst_ratio
 
 from gdn_jax.checks import family_cases
-from gdn_jax.family import mosaic
+from gdn_jax.gates import l2norm
+from gdn_jax.rule import seam
+from gdn_jax.rule.call import Call
+from gdn_jax.rule.kernels.channels import prepared
 from gdn_jax.shapes import Dims
 from pallas_kernels.backward import channel_gradients_work as work
 from pallas_kernels.backward import channel_rule as backward
@@ -32,9 +35,9 @@ SMALL = work.Config(1, 2, ctas=1)
 """The interpreter takes a thread for every warpgroup."""
 
 
-def residuals_of(call: mosaic.Call, x: Any, segment_chunks: int | None = None) -> ChannelResiduals:
+def residuals_of(call: Call, x: Any, segment_chunks: int | None = None) -> ChannelResiduals:
     """Residuals as the forward hands them over, pair by pair and token by token in float64, rounded at the end."""
-    a, dims = mosaic.prepared(call, x, normalize=True)
+    a, dims = prepared(call, x._replace(q=l2norm(x.q), k=l2norm(x.k)))
     T, HO, K, V = dims.T, dims.HO, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
 
     def rows(y, width):
@@ -74,7 +77,7 @@ def residuals_of(call: mosaic.Call, x: Any, segment_chunks: int | None = None) -
     return ChannelResiduals(pairs, put(beta.T[None], jnp.float32), segments)
 
 
-def segments_of(call: mosaic.Call, x: Any, tokens: tuple, dims: Dims, length: int) -> Segments:
+def segments_of(call: Call, x: Any, tokens: tuple, dims: Dims, length: int) -> Segments:
     """States at the starts of the segments of one sequence, and what the segments do to a state."""
     k, e, v, alpha, beta = tokens
     K, V, items = k.shape[2], v.shape[2], tables.row_items(1, dims.T, length)
@@ -133,7 +136,7 @@ def test_gradients(name, monkeypatch):
         backward, "backward", lambda *a, **kw: run(*a, **kw, config=config, interpret=INTERPRET)
     )
     residuals = residuals_of(call, given, segment_chunks)
-    got = mosaic.gradients(call, given, residuals, (put(x.do), put(x.dh_T)))
+    (got,) = seam._rule_bwd(call, (given, residuals), (put(x.do), put(x.dh_T)))
     expected = family_kernels.truth(case, x)
     names = dict(q="dq", k="dk", v="dv", g="dg", erase="derase", write="dwrite", initial_state="dh_0")
     if call.is_beta:
@@ -170,9 +173,9 @@ def test_cotangents_have_the_shapes_of_the_arguments():
     call, given = family_kernels.call(case, x)
 
     def both(given, do, dh_T):
-        arrays, dims = mosaic.prepared(call, given, normalize=False)
+        arrays, dims = prepared(call, given)
         residuals = channel_rule.forward(arrays, dims, scale=call.scale)[2]
-        return mosaic.gradients(call, given, residuals, (do, dh_T))
+        return seam._rule_bwd(call, (given, residuals), (do, dh_T))[0]
 
     out = jax.eval_shape(both, given, put(x.do), put(x.dh_T))
     assert [(y.shape, y.dtype) for y in out[:7]] == [(y.shape, y.dtype) for y in given[:7]]

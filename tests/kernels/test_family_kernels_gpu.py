@@ -13,7 +13,7 @@ from tolerances import STATES, worst_ratio
 
 from gdn_jax import delta_rule, gated_delta_rule
 from gdn_jax.checks import family_cases
-from gdn_jax.family import mosaic
+from gdn_jax.rule import seam
 from pallas_kernels.forward import channel_rule
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def test_configurations(case, warpgroups, chunks, known, monkeypatch):
     monkeypatch.setattr(channel_rule, "forward", functools.partial(channel_rule.forward, config=config))
     x = family_cases.inputs(case, "bfloat16")
     call, given = family_kernels.call(case, x, known=known)
-    outputs = jax.jit(functools.partial(mosaic._rule, call))(given)
+    outputs = jax.jit(functools.partial(seam.rule, call))(given)
     check(case, "bfloat16", zip(STATES, outputs, strict=True), family_kernels.truth(case, x))
 
 

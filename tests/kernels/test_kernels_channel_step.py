@@ -14,7 +14,7 @@ from tolerances import assert_close
 from gdn_jax import serving
 from gdn_jax.checks import family_oracle
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.family.gates import channel_log_decay
+from gdn_jax.gates import channel_log_decay
 from pallas_kernels.decode.apart_step import apart_step
 from pallas_kernels.decode.channel_step import channel_step
 from pallas_kernels.device.gates import log_decays

@@ -13,7 +13,7 @@ from tolerances import assert_close
 from gdn_jax import serving
 from gdn_jax.checks import family_oracle
 from gdn_jax.checks.accuracy import BOUNDS
-from gdn_jax.family.gates import channel_log_decay
+from gdn_jax.gates import channel_log_decay
 
 pytestmark = pytest.mark.gpu
 

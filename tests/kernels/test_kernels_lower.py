@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import gdn_jax
-from gdn_jax import mosaic
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import value_and_gradients
-from gdn_jax.shapes import Dims, RuleArrays
+from gdn_jax.rule import seam
+from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.shapes import Dims
 from pallas_kernels.device import launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward_rule
@@ -204,13 +205,13 @@ def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch
 @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-6, 1e3, "traced"])
 def test_scales_that_the_kernels_do_not_hold(scale, monkeypatch):
     """They are factors of what the kernels give, also of its gradients."""
-    monkeypatch.setattr(mosaic, "_rule", lambda call, x: (call.scale * x.v, x.k.swapaxes(1, 2)))
+    monkeypatch.setattr(seam, "rule", lambda call, x: (call.scale * x.v, x.k.swapaxes(1, 2)))
     x = [jnp.ones((1, 4, 2, 8), jnp.bfloat16)] * 3
     factor = 3.0 if scale == "traced" else scale
-    static = mosaic.Call(False, "kv", None)
 
     def call(v, factor):
-        return mosaic.rule(static, RuleArrays(x[0], x[1], v, *[None] * 5), factor)[0]
+        rule, static, rest = seam.program(Call(False, "kv"), factor)
+        return rule(static, Arrays(x[0], x[1], v, *[None] * 6), *rest)[0]
 
     o, vjp = jax.vjp(lambda v: call(v, jnp.float32(factor) if scale == "traced" else factor), x[2])
     np.testing.assert_allclose(np.asarray(o, np.float32), factor, rtol=4e-3)  # rounded to bfloat16

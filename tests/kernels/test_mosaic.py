@@ -1,6 +1,7 @@
 """The seam to the GPU kernels without a GPU: the derivative that a public call has, with the kernels interpreted."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
-from gdn_jax import mosaic
 from gdn_jax.checks import cases, oracle
-from gdn_jax.shapes import RuleArrays
+from gdn_jax.rule import seam
+from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.rule.kernels.ampere import Ampere
+from gdn_jax.rule.kernels.hopper import Hopper
 from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.backward import gradients as gradients_kernel
@@ -21,6 +24,7 @@ from pallas_kernels.chunks import inverse
 from pallas_kernels.forward import rule as forward
 
 INTERPRET = plgpu.InterpretGPUParams()
+HOPPER = Hopper()
 TINY = dict(T=66, B=1, heads=(1, 1, 1), K=16, V=16)
 
 
@@ -47,18 +51,21 @@ def mma_interpreted(monkeypatch):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
 
 
-def value_and_gradients(case: cases.Case, x: cases.Inputs, known: bool = False, **how) -> dict:
-    """Outputs and gradients of `mosaic.rule` by name; outside jit, for inside the interpreter hangs."""
-    arrays = RuleArrays(*(None if y is None else put(y) for y in x[:8]))
+def value_and_gradients(
+    case: cases.Case, x: cases.Inputs, known: bool = False, kernels: Any = HOPPER
+) -> dict:
+    """Outputs and gradients of the seam by name; outside jit, for inside the interpreter hangs."""
+    q, k, v, g, beta, *rest = (None if y is None else put(y) for y in x[:8])
+    arrays = Arrays(q, k, v, g, beta, None, *rest)
     lengths = x.cu_seqlens.astype(np.int64).tobytes() if known else None
-    static = mosaic.Call(case.use_qk_l2norm, case.state_layout, lengths, **how)
-    scale = case.K**-0.5 if case.scale is None else case.scale
+    static = Call(case.use_qk_l2norm, case.state_layout, kernels=kernels, known_lengths=lengths)
+    rule, static, scale = seam.program(static, case.K**-0.5 if case.scale is None else case.scale)
 
     def call(*primals):
-        return mosaic.rule(static, RuleArrays(*primals, *arrays[6:]), scale)
+        return rule(static, Arrays(*primals, *arrays[7:]), *scale)
 
-    outputs, vjp = jax.vjp(call, *arrays[:6])
-    gradients = vjp((put(x.do), put(x.dh_T)))
+    outputs, vjp = jax.vjp(call, *arrays.floats)
+    gradients = [y for y in vjp((put(x.do), put(x.dh_T))) if y is not None]
     return dict(zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True))
 
 
@@ -105,7 +112,7 @@ def test_public_gradient_by_mma(case):
     """Against the oracle: through the L2 norm, where known lengths make rows of sequences; another scale."""
     x = cases.inputs(case, "bfloat16")
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    for name, y in value_and_gradients(case, x, case.lengths is not None, kernels="mosaic_mma").items():
+    for name, y in value_and_gradients(case, x, case.lengths is not None, Ampere()).items():
         assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
 
 
@@ -113,6 +120,6 @@ def test_the_norm_comes_before_kernels_without_one(monkeypatch):
     """Where no derivative is asked for."""
     monkeypatch.setattr(mma_rule, "forward", lambda x, **how: (x.q, x.k.swapaxes(1, 2), None))
     q, k = (scale * jnp.ones((1, 3, 1, 16), jnp.bfloat16) for scale in (2, 3))
-    call = mosaic.Call(True, "kv", None, kernels="mosaic_mma")
-    for got in mosaic.rule(call, RuleArrays(q, k, q, None, None, None, None, None), 1.0):
+    call = Call(True, "kv", kernels=Ampere())
+    for got in seam.rule(call, Arrays(q, k, q, *[None] * 6)):
         np.testing.assert_array_equal(np.asarray(got, np.float32), 0.25)

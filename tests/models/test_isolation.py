@@ -19,7 +19,6 @@ from small_layers import drawn
 
 from gdn_jax import (
     chunk_states,
-    chunked,
     delta_chunk_states,
     delta_rule,
     gated_delta_product,
@@ -28,6 +27,7 @@ from gdn_jax import (
 )
 from gdn_jax.checks import cases
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.rule import chunked
 from gdn_jax.rules import linear
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.backward import gradients as gradients_kernel

@@ -21,7 +21,8 @@ from gdn_jax.conv import causal_conv1d
 from gdn_jax.parallel import context, context_conv, exchange
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.context_kernels import Kernels
-from gdn_jax.shapes import Dims, RuleArrays
+from gdn_jax.rule.call import Arrays
+from gdn_jax.shapes import Dims
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
@@ -382,13 +383,13 @@ def test_kernels_interpreted():
     borders = Borders(None, None, yes, yes, yes)
 
     begins = jnp.concatenate([state, jnp.zeros_like(state)])
-    affine, rest = kernels.forward(RuleArrays(*tokens, begins, None, None), begins, borders)
+    affine, rest = kernels.forward(Arrays(*tokens, None, begins, None, None), begins, borders)
     (o, final), saved = rest(jnp.concatenate([state, affine.e[:1]]))
     ends = jnp.concatenate([jnp.zeros_like(dh_T), dh_T])
     de, rest = kernels.backward(saved, borders, do, ends)
     gradients = rest(jnp.concatenate([de[1:], dh_T]))
 
-    got = {"o": jnp.concatenate([o[:1], o[1:]], 1), "final_state": final[1:], "dh_0": gradients[5][:1]}
+    got = {"o": jnp.concatenate([o[:1], o[1:]], 1), "final_state": final[1:], "dh_0": gradients[6][:1]}
     for name, y in zip(GRADIENTS[:5], gradients, strict=False):
         got[name] = jnp.concatenate([y[:1], y[1:]], 1)
     check_kernels(expected, got)
@@ -406,7 +407,7 @@ def test_packed_kernels_interpreted():
     yes, no, n = put(True), put(False), put(1, "int32")
     cu = [put(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32) for d in (0, 1)]
     halves = [[put(y)[:, d * T : (d + 1) * T] for y in (*x[:5], x.do)] for d in (0, 1)]
-    locals_ = [RuleArrays(*half[:5], state, cu[d], None) for d, half in enumerate(halves)]
+    locals_ = [Arrays(*half[:5], None, state, cu[d], None) for d, half in enumerate(halves)]
     borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
 
     affine, rest = kernels.forward(locals_[0], state, borders[0])
@@ -425,7 +426,7 @@ def test_packed_kernels_interpreted():
     got = {"o": jnp.concatenate([o_0, o_1], 1), "final_state": here * final_0 + (1 - here) * final_1}
     for i, name in enumerate(GRADIENTS[:5]):
         got[name] = jnp.concatenate([gradients_0[i], gradients_1[i]], 1)
-    got["dh_0"] = gradients_0[5] + borders[1].put(gradients_1[5], n, zeros, yes)
+    got["dh_0"] = gradients_0[6] + borders[1].put(gradients_1[6], n, zeros, yes)
     check_kernels(expected, got)
 
 

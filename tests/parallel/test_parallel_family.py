@@ -11,7 +11,7 @@ from tolerances import assert_close, bound, head_axis
 from gdn_jax import delta_rule
 from gdn_jax.checks import family_cases, family_oracle
 from gdn_jax.checks.cases import Case
-from gdn_jax.parallel import context_family, token_shards
+from gdn_jax.parallel import context, token_shards
 
 TOKENS, WHOLE = spec(None, "context"), spec()
 SMALL = dict(heads=(1, 1, 2), K=6, V=4, chunk_size=16)
@@ -40,7 +40,7 @@ def test_split_tokens(name):
 
     def local(arrays, sequences):
         options = rule | dict(chunk_size=call.chunk_size, axis_name="context", by=by)
-        return context_family.delta_rule(**arrays, **sequences, **options)
+        return context.delta_rule(**arrays, **sequences, **options)
 
     known = dict(cu_seqlens=x.cu_seqlens, segment_ids=x.segment_ids)
     sequences = {name: put(y) for name, y in known.items() if y is not None}

@@ -296,7 +296,7 @@ def test_numbers_of_prose_that_nothing_computes_are_found():
         ('File "/usr/lib/python3/site.py"', True),
         (r"C:\Users\someone", True),
         ("see https://arxiv.org/abs/2412.06464", False),
-        ("gdn_jax/chunked.py, Q/K and 1/2", False),
+        ("gdn_jax/rule/chunked.py, Q/K and 1/2", False),
         ("<td>a</td>/<br/>", False),
     ],
 )

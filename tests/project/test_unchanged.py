@@ -23,8 +23,8 @@ def test_limit():
 
 def test_where_names_come_from():
     """A file stands for what it imports, an __init__.py for the files that its names come from."""
-    assert unchanged.origin("gdn_jax", "gated_delta_rule") == unchanged.ROOT / "gdn_jax" / "ops.py"
-    assert unchanged.origin("gdn_jax.ops", "check") is None
+    assert unchanged.origin("gdn_jax", "gated_delta_rule") == unchanged.ROOT / "gdn_jax" / "rule" / "ops.py"
+    assert unchanged.origin("gdn_jax.rule.ops", "check") is None
     assert unchanged.origin("pallas_kernels.device", "lanes") == unchanged.file_of(
         "pallas_kernels.device.lanes"
     )

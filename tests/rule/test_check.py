@@ -123,7 +123,7 @@ def traced_anew():
 )
 def test_a_broken_implementation_fails(small, traced_anew, monkeypatch, capsys, breaks, off):
     """Exit status 1; its rows say FAIL, the wrong results are in bold, and the others stay ok."""
-    monkeypatch.setattr("gdn_jax.chunked.chunked_rule", breaks(gdn_jax.chunked.chunked_rule))
+    monkeypatch.setattr("gdn_jax.rule.chunked.chunked_rule", breaks(gdn_jax.rule.chunked.chunked_rule))
     assert check.main(["--dtypes", "float32"]) == 1
     text = capsys.readouterr().out
     assert text.startswith("### gdn check: FAIL")

@@ -12,9 +12,9 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax import chunked
 from gdn_jax.checks import cases, oracle
 from gdn_jax.chunks import rows
+from gdn_jax.rule import chunked
 
 
 @pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))

@@ -12,7 +12,14 @@ from harness import tiers
 from tolerances import FINITE_DIFFERENCES, assert_close, bound, differences, head_axis
 
 import gdn_jax
-from gdn_jax import delta_chunk_states, delta_rule, delta_step, gated_delta_product, gated_delta_rule
+from gdn_jax import (
+    delta_chunk_states,
+    delta_rule,
+    delta_step,
+    gated_delta_product,
+    gated_delta_rule,
+    gated_delta_step,
+)
 from gdn_jax.checks import family_cases, family_oracle, oracle
 
 BOUND_OF = {"derase": "dbeta", "dwrite": "dbeta"}
@@ -280,6 +287,19 @@ def test_products_of_narrow_offsets(no_type_checks):
         jax.jit(lambda *x: rule(*x, cu_seqlens=offsets.astype(np.int8)))(q, k, v),
     ):
         jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
+@pytest.mark.parametrize("given", ["g and beta", "nothing"])
+def test_a_step_with_gates_of_heads_is_the_gated_step(given):
+    """To the bit; without gates too, where several value heads share a query head."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, 8)).astype(np.float32) for heads in (1, 1, 2))
+    g, beta = -np.exp(rng.standard_normal((2, 2))).astype(np.float32), np.full((2, 2), 0.5, np.float32)
+    gates = (g, beta) if given == "g and beta" else (None, None)
+    state = rng.standard_normal((2, 2, 8, 8)).astype(np.float32)
+    both = jax.jit(lambda *x: [step(*x) for step in (delta_step, gated_delta_step)])
+    for one, other in zip(*both(q, k, v, *gates, state), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gdn_jax import ops
 from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import LatentAttentionConfig
 from gdn_jax.models.served import ServedModel
 from gdn_jax.models.served_layers import Attending
+from gdn_jax.rule import arguments
 
 CONFIG = ModelConfig(
     vocab_size=19,
@@ -146,7 +146,7 @@ def test_tokens_beyond_the_capacity_are_none():
 
 
 def test_tokens_beyond_the_capacity_are_an_error_in_debug(monkeypatch):
-    monkeypatch.setattr(ops, "debug_checks_are_on", lambda: True)
+    monkeypatch.setattr(arguments, "debug_checks_are_on", lambda: True)
     mixer = Attention(8, AttentionConfig(1, 1, 4), rngs=nnx.Rngs(0))
     pool = Attending().make_pool(mixer, 3, np.float32, None, 2)
     decode = jax.jit(lambda x, slots, pool: Attending().decode(mixer, x, pool, slots)[1])

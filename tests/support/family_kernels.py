@@ -9,8 +9,8 @@ from device_arrays import put
 
 from gdn_jax.checks import family_cases, family_oracle
 from gdn_jax.checks.family_cases import FamilyCase, FamilyInputs
-from gdn_jax.family import mosaic
-from gdn_jax.family.arrays import Arrays
+from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.rule.kernels.channels import Channels
 
 
 def options(case: FamilyCase) -> dict[str, Any]:
@@ -31,13 +31,13 @@ def arrays(x: FamilyInputs) -> tuple[Arrays, bool]:
     return Arrays(q, k, v, g, beta if is_beta else erase, None if is_beta else write, *rest), is_beta
 
 
-def call(case: FamilyCase, x: FamilyInputs, *, known: bool = False) -> tuple[mosaic.Call, Arrays]:
+def call(case: FamilyCase, x: FamilyInputs, *, known: bool = False) -> tuple[Call, Arrays]:
     """A call of the seam and its arguments; known: whether cu_seqlens is known while tracing."""
     given, is_beta = arrays(x)
     lengths = np.asarray(x.cu_seqlens, np.int64).tobytes() if known else None
     scale = case.call.K**-0.5 if case.call.scale is None else case.call.scale
-    settings = case.call.use_qk_l2norm, case.call.state_layout
-    return mosaic.Call(*settings, lengths, is_beta, scale=scale), given
+    settings = case.call.use_qk_l2norm, case.call.state_layout, "channels" if is_beta else "apart"
+    return Call(*settings, kernels=Channels(), known_lengths=lengths, scale=scale), given
 
 
 def wide(name: str, gate: str = "mixed", **kw) -> FamilyCase:

@@ -131,11 +131,12 @@ def serve(case: Case, x: dict, **more) -> tuple:
 
 def ring_pool(case: Case, x: dict, rejected: int = 0) -> serving.RingPool:
     """The pool of a ring's case, after a call of whose tokens so many are not accepted and one is."""
-    count = np.asarray(x["count"])
-    both = np.minimum(count + rejected, LENGTH), np.where(count > 0, count - 1, -1)
-    cursors = np.repeat(np.stack(both, -1)[:, None], case.heads[-1], axis=1).astype(np.int32)
+    count = x["count"]
+    numpy = jnp if isinstance(count, jax.core.Tracer) else np
+    both = numpy.minimum(count + rejected, LENGTH), numpy.where(count > 0, count - 1, -1)
+    cursors = numpy.repeat(numpy.stack(both, -1)[:, None], case.heads[-1], axis=1).astype(np.int32)
     arrays = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
-    return serving.RingPool(*arrays, jax.device_put(cursors))
+    return serving.RingPool(*arrays, put(cursors))
 
 
 def serve_ring(case: Case, x: dict, pool: serving.RingPool, **more) -> tuple:
@@ -254,7 +255,7 @@ def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> 
     before = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
     read = np.asarray(x["read_slots"])
     rows = np.flatnonzero(read >= 0)
-    count = np.asarray(x["count"]).copy()
+    count = x["count"].copy()
     start = present(case, *before, count)
     plain = dataclasses.replace(case, kv_layout=True, null_slot=None)
     last = np.full((case.N, case.T), -1)

@@ -1,26 +1,30 @@
 """The kernels by wgmma and bulk copies, for compute capability 9.0: "mosaic_gpu"."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 
-from gdn_jax.kernel_sets.call import (
-    Call,
-    Cotangents,
+from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
+from gdn_jax.rule.kernels.kernel_set import (
+    InSegments,
     OutputCotangents,
     Residuals,
     as_gates,
     as_inverse,
     as_states,
+    of_heads,
 )
-from gdn_jax.partitioning import RuleAxes
-from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays
+from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 
-class Hopper:
+@dataclasses.dataclass(frozen=True)
+class Hopper(InSegments):
     """The set of that name; `Residuals` are `pallas_kernels.work.residuals`."""
 
     name = "mosaic_gpu"
+    gates = (HEADS,)
+    hands_over_states = True
 
     def device_reason(self) -> str | None:
         """See `KernelSet`."""
@@ -34,31 +38,24 @@ class Hopper:
 
         return rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
 
-    def forward(self, call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
+    def gradients_reason(self, x: Arrays) -> str | None:
+        """See `KernelSet`."""
+        del x
+
+    def forward(self, call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
         """See `KernelSet`."""
         from pallas_kernels.forward import rule
 
         config = rule.Config(segment_chunks=call.segment_chunks)
         options = dict(scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, state_layout=call.state_layout)
-        return rule.forward(call.arrays(x), config=config, **options)
+        return rule.forward(call.known(x).of_heads, config=config, **options)
 
-    def backward(
-        self, call: Call, x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents
-    ) -> Cotangents:
+    def backward(self, call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCotangents) -> Arrays:
         """See `KernelSet`."""
         from pallas_kernels.backward import rule
 
         options = dict(scale=call.scale, state_layout=call.state_layout)
-        return rule.backward(call.arrays(x), residuals, cotangents, **options)
-
-    def settled(self, call: Call, x: RuleArrays) -> Call:
-        """See `KernelSet`. What is kept of segments has a shape: all shards are cut as is best for those expected."""
-        return self.settled_by(call, jax.eval_shape(lambda x: self.forward(call, x)[2], x))
-
-    def settled_by(self, call: Call, residuals: Residuals) -> Call:
-        """See `KernelSet`."""
-        segments = residuals.segments
-        return call._replace(segment_chunks=0 if segments is None else segments.items.split.segment_chunks)
+        return of_heads(rule.backward(call.known(x).of_heads, residuals, cotangents, **options))
 
     def pack(self, residuals: Residuals) -> "_Arrays":
         """See `KernelSet`."""

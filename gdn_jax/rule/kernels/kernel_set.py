@@ -1,18 +1,17 @@
-"""A call by kernels, the protocol that sets of kernels share, and names for what a forward leaves."""
+"""The protocol that sets of kernels share, and names for what a forward leaves."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
-from gdn_jax.partitioning import RuleAxes
-from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays
+from gdn_jax.rule.call import Arrays, Call, RuleAxes
+from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 # The kernels' own records, which are imported inside calls.
 Residuals = Any
-Cotangents = OutputCotangents = Any  # pallas_kernels.backward.rule
+OutputCotangents = Any  # pallas_kernels.backward.rule
 
 GATES_NAME, OUTPUT_NAME = "gdn_gates", "gdn_output"
 RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME, GATES_NAME, OUTPUT_NAME)
@@ -20,29 +19,7 @@ RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME, GATES_NAME, OUTPUT_NAME)
 forward kernel again in the backward pass. The output is among them for what follows the rule."""
 
 
-class Call(NamedTuple):
-    """Everything that a call is compiled for, besides shapes."""
-
-    use_qk_l2norm: bool
-    state_layout: str
-    known_lengths: bytes | None
-    """cu_seqlens as int64, where its values are known while tracing: the kernels split their work by them."""
-    shards: int | None = None
-    """Devices that XLA is expected to split the call over, by rows and by heads; None where it is not to split it.
-    Any other number of shards is right too, but has its sequences cut into segments as suits this one."""
-    scale: float = 1.0
-    """The factor of the output, one that the kernels hold."""
-    segment_chunks: int | None = None
-    """Chunks of every segment, 0 for rows that are not cut; None for a choice from the shapes."""
-    kernels: str = "mosaic_gpu"
-    """The set of kernels, by its name."""
-
-    def arrays(self, x: RuleArrays) -> RuleArrays:
-        """The arguments of the call, with the lengths that are known."""
-        known = self.known_lengths
-        return x if known is None else x._replace(cu_seqlens=np.frombuffer(known, np.int64))
-
-
+@runtime_checkable
 class KernelSet(Protocol):
     """Kernels of the rule's forward and backward.
 
@@ -50,15 +27,27 @@ class KernelSet(Protocol):
     says, and with `settled` all shards leave the same kind of record.
     """
 
-    name: str
-    """The name by which a call asks for them."""
+    @property
+    def name(self) -> str:
+        """The name by which a call asks for them."""
+        ...
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The kinds of gates that they take, see `Call.gates`."""
+        ...
+
+    @property
+    def hands_over_states(self) -> bool:
+        """Whether `parallel.context_kernels` has them for rows whose tokens are split over devices."""
+        ...
 
     def device_reason(self) -> str | None:
         """Why JAX's default device cannot run them; None if it can."""
         ...
 
     def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
-        """Why they cannot run a call and its derivative, from shapes and dtypes; None if they can.
+        """Why they cannot run a call, from shapes and dtypes; None if they can.
 
         Args:
           dtype: of q, k and v.
@@ -66,17 +55,22 @@ class KernelSet(Protocol):
         """
         ...
 
-    def forward(self, call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
+    def gradients_reason(self, x: Arrays) -> str | None:
+        """Why they cannot run the derivative of a call that they run; None if they can.
+
+        Where they cannot, it is that of the chunked form in plain JAX, from the arguments alone.
+        """
+        ...
+
+    def forward(self, call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
         """Outputs, final states and residuals of a call that is not split."""
         ...
 
-    def backward(
-        self, call: Call, x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents
-    ) -> Cotangents:
+    def backward(self, call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCotangents) -> Arrays:
         """Cotangents of the arguments of a call that is not split, with q and k as they are after the L2 norm."""
         ...
 
-    def settled(self, call: Call, x: RuleArrays) -> Call:
+    def settled(self, call: Call, x: Arrays) -> Call:
         """The call with all that its shards decide alike.
 
         Args:
@@ -103,6 +97,25 @@ class KernelSet(Protocol):
     def named(self, residuals: Residuals) -> Residuals:
         """The residuals with the names of `RESIDUAL_NAMES`."""
         ...
+
+
+class InSegments:
+    """Methods of sets of kernels that cut sequences into segments, whose states and maps the residuals hold."""
+
+    def settled(self: Any, call: Call, x: Arrays) -> Call:
+        """See `KernelSet`. What is kept of segments has a shape: all shards are cut as is best for those expected."""
+        return self.settled_by(call, jax.eval_shape(lambda x: self.forward(call, x)[2], x))
+
+    def settled_by(self, call: Call, residuals: Residuals) -> Call:
+        """See `KernelSet`."""
+        segments = residuals.segments
+        return call._replace(segment_chunks=0 if segments is None else segments.items.split.segment_chunks)
+
+
+def of_heads(cotangents: Any) -> Arrays:
+    """Cotangents of the kernels, a `pallas_kernels.backward.rule.Cotangents`, as those of a call's arrays."""
+    dq, dk, dv, dg, dbeta, dh_0 = cotangents
+    return Arrays(dq, dk, dv, dg, dbeta, None, dh_0, None, None)
 
 
 def as_gates(x: jax.Array) -> jax.Array:

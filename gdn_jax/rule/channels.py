@@ -8,7 +8,7 @@ Inside a chunk of C tokens with the state h at its start, a_t = exp(g_t) [K], e 
     o        = scale ((q from_start) h + products(q, k) v_new)
     h'       = exp(sum g) h + (k to_end)^T v_new
 
-A decay of each head is the case of equal channels, which `gdn_jax.chunked` computes with fewer and exact operands.
+A decay of each head is the case of equal channels, which `rule.chunked` computes with fewer and exact operands.
 
 Source: Kimi Team, "Kimi Linear", section 3; fla's `chunk_kda`.
 """
@@ -25,7 +25,7 @@ from gdn_jax.chunks.recurrence import ChannelTransition
 from gdn_jax.chunks.rows import Row, in_stretches, stretch_of
 from gdn_jax.chunks.stages import Numerics
 from gdn_jax.chunks.stretches import packed_in_stretches
-from gdn_jax.family.products import decayed_products
+from gdn_jax.rule.products import decayed_products
 
 # Tokens times heads of a stretch on a GPU. With a decay for each channel the operands of every product are arrays of
 # float32 of their own, of which a whole row's would take several GiB; see the log of the chunked form.

@@ -1,27 +1,30 @@
 """The kernels by mma.sync and cp.async, for GPUs that have `Needs.MMA`: "mosaic_mma"."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from gdn_jax import gates
-from gdn_jax.kernel_sets.call import (
-    Call,
-    Cotangents,
+from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
+from gdn_jax.rule.kernels.kernel_set import (
     OutputCotangents,
     Residuals,
     as_gates,
     as_inverse,
     as_states,
+    of_heads,
 )
-from gdn_jax.partitioning import RuleAxes
-from gdn_jax.shapes import AnyStates, Dims, Outputs, RuleArrays
+from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 
+@dataclasses.dataclass(frozen=True)
 class Ampere:
     """The set of that name; `Residuals` are those of `pallas_kernels.ampere.rule`."""
 
     name = "mosaic_mma"
+    gates = (HEADS,)
+    hands_over_states = False
 
     def device_reason(self) -> str | None:
         """See `KernelSet`."""
@@ -35,29 +38,31 @@ class Ampere:
 
         return rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
 
-    def forward(self, call: Call, x: RuleArrays) -> tuple[Outputs, AnyStates, Residuals]:
+    def gradients_reason(self, x: Arrays) -> str | None:
+        """See `KernelSet`."""
+        del x
+
+    def forward(self, call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
         """See `KernelSet`. The norm of q and k comes before the kernels, which have none inside."""
         from pallas_kernels.ampere import rule
 
         if call.use_qk_l2norm:
             x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))
         options = dict(scale=call.scale, state_layout=call.state_layout)
-        return rule.forward(call.arrays(x), segment_chunks=call.segment_chunks, **options)
+        return rule.forward(call.known(x).of_heads, segment_chunks=call.segment_chunks, **options)
 
-    def backward(
-        self, call: Call, x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents
-    ) -> Cotangents:
+    def backward(self, call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCotangents) -> Arrays:
         """See `KernelSet`."""
         from pallas_kernels.ampere import backward
 
         options = dict(scale=call.scale, state_layout=call.state_layout)
-        return backward.backward(call.arrays(x), residuals, cotangents, **options)
+        return of_heads(backward.backward(call.known(x).of_heads, residuals, cotangents, **options))
 
-    def settled(self, call: Call, x: RuleArrays) -> Call:
+    def settled(self, call: Call, x: Arrays) -> Call:
         """See `KernelSet`. All shards are cut as is best for those that are expected."""
         from pallas_kernels.ampere import rule
 
-        return call._replace(segment_chunks=rule.chosen_segment(call.arrays(x)))
+        return call._replace(segment_chunks=rule.chosen_segment(call.known(x).of_heads))
 
     def settled_by(self, call: Call, residuals: Residuals) -> Call:
         """See `KernelSet`."""

@@ -1,9 +1,20 @@
-"""The recurrence, token by token: the definition of the gated delta rule. Changing this file changes the maths.
+"""The recurrence, token by token: the definition of the rule. Changing this file changes the maths.
+
+The gated delta rule (`recurrent_step`), with a decay and a strength of each head:
 
 S   <- exp(g) S                 decay first
 u    = beta (v - k^T S)         prediction error of the decayed state, gated
 S   <- S + k u^T
 o    = scale q^T S              read after the write
+
+With a decay of each key channel, and with what is erased apart from what is written (`channel_step`):
+
+S   <- Diag(exp(g)) S
+u    = write * v - S^T (erase * k)
+S   <- S + k u^T
+o    = scale S^T q
+
+With g equal in all channels and erase = write = beta the second is the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +27,6 @@ from jaxtyping import Array, Float
 
 from gdn_jax.shapes import (
     Keys,
-    LogDecay,
     Offsets,
     Outputs,
     Queries,
@@ -65,13 +75,48 @@ def recurrent_step(
     return S, scale * einsum("...k,...kv->...v", q, S)
 
 
+def channel_step(
+    S: Float[Array, "*H K V"],
+    q: Float[Array, "*Hq K"],
+    k: Float[Array, "*Hk K"],
+    v: Float[Array, "*HV V"],
+    g: Float[Array, "*H K"],
+    erase: Float[Array, "*H _"],
+    write: Float[Array, "*H _"],
+    *,
+    scale: Scale,
+) -> tuple[Float[Array, "*H K V"], Float[Array, "*H V"]]:
+    """One token of the rule. Leading axes broadcast: an input shared by several heads has size 1 there.
+
+        S <- Diag(exp(g)) S;   u = write * v - S^T (erase * k);   S <- S + k u^T;   o = scale S^T q
+
+    Args:
+      S: states before the token [.., K, V], in the dtype that all is computed in.
+      q, k, v: query, key and value [.., K], [.., K] and [.., V].
+      g: log decay of each key channel [.., K], <= 0; -inf clears the channel.
+      erase: strength of what is erased, of each key channel [.., K] or one number [.., 1].
+      write: strength of what is written, of each value channel [.., V] or one number [.., 1].
+      scale: factor of the output.
+
+    Returns:
+      The new state and the output, in the dtype of S.
+    """
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    S = jnp.exp(g)[..., None] * S
+    u = write * v - einsum("...k,...kv->...v", erase * k, S)
+    S = S + k[..., :, None] * u[..., None, :]
+    return S, scale * einsum("...k,...kv->...v", q, S)
+
+
 def recurrent_rule(
     q: Queries,
     k: Keys,
     v: Values,
-    g: LogDecay,
-    beta: Strength,
-    initial_state: States | None,
+    g: Float[Array, "B T HO *K"],
+    beta: Strength | None = None,
+    erase: Float[Array, "B T HO _"] | None = None,
+    write: Float[Array, "B T HO _"] | None = None,
+    initial_state: States | None = None,
     *,
     scale: Scale,
     cu_seqlens: Offsets | None = None,
@@ -82,8 +127,11 @@ def recurrent_rule(
 
     Args:
       q, k, v: queries, keys and values, whose heads divide HO, of any floating dtype.
-      g, beta: log decay <= 0 and write strength [B, T, HO], both in the dtype that all is computed in.
-      initial_state: states before the first token, in the dtype of g; None: zeros.
+      g: log decay <= 0 [B, T, HO] with beta, and of each key channel [B, T, HO, K] with erase and write, in the dtype
+        that all is computed in; so are the strengths.
+      beta: write strength [B, T, HO] of the gated delta rule.
+      erase, write: [B, T, HO, K] and [B, T, HO, V], or [B, T, HO, 1], in place of beta.
+      initial_state: states before the first token, in that dtype; None: zeros.
       scale: factor of the output.
       cu_seqlens: where packed sequences begin, as for `gated_delta_rule`.
 
@@ -92,12 +140,14 @@ def recurrent_rule(
     """
     HO, V = g.shape[2], v.shape[3]
     counts = (q.shape[2], k.shape[2], v.shape[2], HO)
-    tokens = [jnp.moveaxis(split_heads(x.astype(g.dtype), 2, counts), 1, 0) for x in (q, k, v, g, beta)]
+    step, strengths = (channel_step, (erase, write)) if beta is None else (recurrent_step, (beta,))
+    gates = (y for y in (g, *strengths) if y is not None)
+    tokens = [jnp.moveaxis(split_heads(x.astype(g.dtype), 2, counts), 1, 0) for x in (q, k, v, *gates)]
     if initial_state is None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = jnp.zeros_like(g, shape=(N, HO, q.shape[3], V))
     states = split_heads(initial_state, 1, counts)
-    final, o = scan_tokens(partial(recurrent_step, scale=scale), states, tokens, cu_seqlens)
+    final, o = scan_tokens(partial(step, scale=scale), states, tokens, cu_seqlens)
     return o.reshape(*q.shape[:2], HO, V), final.reshape(initial_state.shape)
 
 

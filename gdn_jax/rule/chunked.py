@@ -43,7 +43,7 @@ def chunked_rule(
     is computed in stretches one after another, each from the state the last one left, and in chunks of at most 32
     tokens (see `chunks.rows.stretch_of`).
 
-    Args: those of `reference.recurrent_rule`, and
+    Args: those of `definition.recurrent_rule`, and
       chunk_size: tokens of a chunk, a power of two.
       lanes: parts of a row's chunks, for rows without cu_seqlens.
 

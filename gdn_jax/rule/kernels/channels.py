@@ -1,0 +1,136 @@
+"""The kernels by wgmma for a decay of each key channel, or for erase and write apart: "mosaic_gpu" too."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gdn_jax import gates
+from gdn_jax.rule.call import APART, CHANNELS, Arrays, Call, RuleAxes
+from gdn_jax.rule.kernels.kernel_set import (
+    InSegments,
+    OutputCotangents,
+    Residuals,
+    as_gates,
+    as_inverse,
+    as_states,
+)
+from gdn_jax.shapes import AnyStates, Dims, Outputs, rule_dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels(InSegments):
+    """The set of that name; `Residuals` are `pallas_kernels.chunks.channel_arrays.ChannelResiduals`."""
+
+    name = "mosaic_gpu"
+    gates = CHANNELS, APART
+    hands_over_states = False
+
+    def device_reason(self) -> str | None:
+        """See `KernelSet`."""
+        from pallas_kernels.device import launch
+
+        return launch.device_reason()
+
+    def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
+        """See `KernelSet`."""
+        from pallas_kernels.forward import channel_rule
+
+        return channel_rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
+
+    def gradients_reason(self, x: Arrays) -> str | None:
+        """See `KernelSet`."""
+        from pallas_kernels.backward import channel_rule
+
+        return channel_rule.check_supported(x.q.dtype)
+
+    def forward(self, call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
+        """See `KernelSet`. The norm of q and k comes before what they are multiplied by."""
+        from pallas_kernels.forward import channel_rule
+
+        if call.use_qk_l2norm and not call.is_beta:
+            x, call = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k)), call._replace(use_qk_l2norm=False)
+        arrays, dims = prepared(call, x)
+        options: dict[str, Any] = dict(scale=call.scale, state_layout=call.state_layout)
+        if call.segment_chunks is not None:
+            options |= dict(config=channel_rule.Config(segment_chunks=call.segment_chunks))
+        return channel_rule.forward(arrays, dims, use_qk_l2norm=call.use_qk_l2norm, **options)
+
+    def backward(self, call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCotangents) -> Arrays:
+        """See `KernelSet`."""
+        from pallas_kernels.backward import channel_rule
+
+        def arrays(*floats):
+            given = prepared(call, Arrays._make((*floats, *x[7:])))[0]
+            return given[: len(channel_rule.ChannelCotangents._fields)]
+
+        _, pull_back = jax.vjp(arrays, *x.floats)
+        options = dict(scale=call.scale, state_layout=call.state_layout)
+        d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
+        return Arrays._make((*pull_back(tuple(d)), None, None))
+
+    def pack(self, residuals: Residuals) -> Residuals:
+        """See `KernelSet`. An axis of rows comes before the visits and the segments of each."""
+        rows = residuals.beta_t.shape[0]
+        return _reshaped(residuals, lambda y: y.reshape(rows, -1, *y.shape[1:]))
+
+    def unpack(self, call: Call, arrays: Residuals) -> Residuals:
+        """See `KernelSet`. The number of items is that of this shard."""
+        del call
+        residuals = _reshaped(arrays, lambda y: y.reshape(-1, *y.shape[2:]))
+        if (cut := residuals.segments) is None:
+            return residuals
+        split = cut.items.split._replace(num_items=cut.starts.shape[0])
+        return residuals._replace(segments=cut._replace(items=cut.items._replace(split=split)))
+
+    def axes(self, axes: RuleAxes, arrays: Residuals) -> Residuals:
+        """See `KernelSet`."""
+        matrices = axes.inputs.initial_state
+        names = {5: matrices.replace("h", ". h"), 1: "."}
+        names |= {4: names[5].removesuffix(" ."), 3: matrices.removesuffix(" .")}
+        return jax.tree.map(lambda y: names[y.ndim], arrays)
+
+    def named(self, residuals: Residuals) -> Residuals:
+        """See `KernelSet`."""
+        cut, t = residuals.segments, residuals.pairs.t
+        pairs, beta_t, _ = jax.tree.map(as_gates, residuals._replace(segments=None))
+        if cut is not None:
+            starts, m_t = jax.tree.map(as_states, cut[:2])
+            cut = cut._replace(starts=starts, m_t=m_t)
+        return residuals._replace(pairs=pairs._replace(t=as_inverse(t)), beta_t=beta_t, segments=cut)
+
+
+def prepared(call: Call, x: Arrays) -> tuple[Any, Dims]:
+    """The arguments as the kernels take them, a `pallas_kernels.forward.channel_rule.ChannelArrays`, and their sizes.
+
+    q and k are as they are.
+    """
+    from pallas_kernels.forward import channel_rule
+
+    rest = x.initial_state, x.cu_seqlens, x.segment_ids
+    dims = rule_dims(x.q, x.k, x.v, None, None, *rest, call.state_layout)
+    q, k, e, v, beta = x.q, x.k, None, x.v, x.erase
+    if not call.is_beta:
+        e, v, beta = _times(x.erase, k, dims.HO), _times(x.write, v, dims.HO), None
+    g = jnp.zeros((), jnp.float32) if x.g is None else x.g if x.g.ndim == 4 else x.g[..., None]
+    g = jnp.broadcast_to(g.astype(jnp.float32), (dims.B, dims.T, dims.HO, dims.K))
+    return channel_rule.ChannelArrays(q, k, e, v, g, beta, *call.known(x)[6:]), dims
+
+
+def _times(strength: jax.Array | None, y: jax.Array, HO: int) -> jax.Array:
+    """Keys or values [B, T, H, .] times their strengths, for each of HO heads, in their dtype."""
+    y = jnp.repeat(y, HO // y.shape[2], axis=2)
+    if strength is None:
+        return y
+    strength = strength if strength.ndim == 4 else strength[..., None]
+    return (strength.astype(jnp.float32) * y.astype(jnp.float32)).astype(y.dtype)
+
+
+def _reshaped(residuals: Residuals, shape: Callable[[jax.Array], jax.Array]) -> Residuals:
+    pairs, segments = jax.tree.map(shape, residuals.pairs), residuals.segments
+    if segments is not None:
+        starts, m_t = jax.tree.map(shape, segments[:2])
+        segments = segments._replace(starts=starts, m_t=m_t)
+    return residuals._replace(pairs=pairs, segments=segments)
