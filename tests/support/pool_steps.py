@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_arrays import put
 from tolerances import assert_close
 
 from gdn_jax import serving
