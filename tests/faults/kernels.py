@@ -224,14 +224,14 @@ FAULTS = (
     ),
     Fault(
         "states at borders of segments are read in the caller's layout",
-        "h_0_kv_layout=static.kv_layout and segments is None",
-        "h_0_kv_layout=static.kv_layout",
+        "h_0_kv_layout=static.kv_layout and segments is None,\n        config=config.outputs,\n        **options",
+        "h_0_kv_layout=static.kv_layout,\n        config=config.outputs,\n        **options",
         "tests/kernels/test_kernels_lower.py::test_states_are_not_square",
     ),
     Fault(
         "cotangents of initial states are stored as [K, V]",
-        "cta.rows, dh, cta.sizes.kv_layout)",
-        "cta.rows, dh, True)",
+        "store_state(cta.gmem.dh_0.at[cta.sequence, cta.head], cta.rows, dh, cta.sizes.kv_layout)",
+        "store_state(cta.gmem.dh_0.at[cta.sequence, cta.head], cta.rows, dh, True)",
         "tests/kernels/test_kernels_lower.py::test_states_are_not_square",
     ),
     Fault(
