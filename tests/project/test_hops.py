@@ -55,6 +55,15 @@ def test_rule(monkeypatch):
     assert len(found) <= 9, found
 
 
+def test_rule_with_a_decay_of_each_channel(monkeypatch):
+    """The same from `delta_rule`, whose kernels are another set in the same table."""
+    q, k, v, _, beta = tokens(1, 128)
+    g = S((1, 128, 2, 64), jnp.float32)
+    found = functions_up_to("channel_outputs", monkeypatch, gdn_jax.delta_rule, q, k, v, g, beta)
+    assert found[0] == "delta_rule" and found[-1] == "launch"
+    assert len(found) <= 8, found
+
+
 def test_rule_under_a_gradient(monkeypatch):
     """The same from the rule of its derivative."""
 
