@@ -1,4 +1,4 @@
-"""Log decays of key channels and their slopes in a kernel, in float32: the formulas of `gdn_jax.family.gates`.
+"""Log decays of key channels and their slopes in a kernel, in float32: the formulas of `gdn_jax.gates`.
 
 A product of an exponential with something is the exponential of one sum, so that no infinity meets a zero.
 """

@@ -256,7 +256,7 @@ def assert_ring_right(case: Case, x: dict, counts_after: list[int], results) -> 
     before = [x[name] for name in ("state", "ring_k", "ring_u", "ring_g")]
     read = np.asarray(x["read_slots"])
     rows = np.flatnonzero(read >= 0)
-    count = x["count"].copy()
+    count = np.asarray(x["count"]).copy()
     start = present(case, *before, count)
     plain = dataclasses.replace(case, kv_layout=True, null_slot=None)
     last = np.full((case.N, case.T), -1)
