@@ -137,7 +137,7 @@ def test_parts_of_the_experts_add_up(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("N", [6, 76])  # calls of new shapes, which count
+@pytest.mark.parametrize("N", [7, 76])  # calls of new shapes, which count
 def test_the_derivative_is_that_of_the_dense_form(N, monkeypatch):
     """By kernels, near the float64 derivative of all experts times all rows; 0 for an expert that nobody chooses."""
     calls = small_tiles(monkeypatch)
