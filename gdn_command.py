@@ -1,6 +1,6 @@
 """The `gdn` command as it is installed: it answers help and wrong first words at once, and Ctrl-C with one line.
 
-It lies beside the packages because importing anything inside `gdn_jax` imports JAX first, which takes seconds.
+It lies next to the packages because importing anything inside `gdn_jax` imports JAX first, which takes seconds.
 """
 
 import importlib.util
