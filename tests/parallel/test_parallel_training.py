@@ -305,9 +305,10 @@ compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0
 @contextlib.contextmanager
 def kept_port():
     """A port that nothing else is given. A server that shares its port, as gRPC's does, may have it."""
-    with socket.socket(socket.AF_INET6) as kept:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind(("::", 0))
+        kept.bind(("", 0))
         yield kept.getsockname()[1]
 
 
