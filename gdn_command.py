@@ -65,12 +65,12 @@ FIRST_WORDS = {
 
 
 def main() -> int:
-    """Runs the command line of this process; see `gdn_jax.cli`."""
+    """Runs the command line of this process; see `gdn_jax.commands.cli`."""
     status = answer(sys.argv[1:])
     if status is not None:
         return status
     before = signal.signal(signal.SIGINT, _leave)
-    from gdn_jax import cli
+    from gdn_jax.commands import cli
 
     return cli.main(begins=lambda: signal.signal(signal.SIGINT, before))
 
@@ -79,7 +79,7 @@ def answer(argv: list[str]) -> int | None:
     """Answers what needs no package: help, the version, and first words that cannot be.
 
     Returns:
-      the exit status, or None: the command line is for `gdn_jax.cli`.
+      the exit status, or None: the command line is for `gdn_jax.commands.cli`.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")

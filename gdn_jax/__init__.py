@@ -1,8 +1,5 @@
 """Gated DeltaNet in JAX: the gated delta rule, its gates, its short convolution and its layer."""
 
-from gdn_jax.chunks.decay import chunk_cumsum
-from gdn_jax.chunks.stages import chunk_output, kkt, solve_tril, wy
-from gdn_jax.conv import causal_conv1d, causal_conv1d_update
 from gdn_jax.gates import (
     alpha_from_log_decay,
     channel_log_decay,
@@ -11,7 +8,10 @@ from gdn_jax.gates import (
     log_decay_from_alpha,
     write_strength,
 )
+from gdn_jax.parts.conv import causal_conv1d, causal_conv1d_update
 from gdn_jax.rule.arguments import debug_checks
+from gdn_jax.rule.chunks.decay import chunk_cumsum
+from gdn_jax.rule.chunks.stages import chunk_output, kkt, solve_tril, wy
 from gdn_jax.rule.ops import (
     chunk_states,
     delta_chunk_states,

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import run, usable
 from gdn_jax.partitioning import vary_alike
+from gdn_jax.parts.kernels import run, usable
 from gdn_jax.shapes import accumulation_dtype, check_array, check_floating, check_integer
 
 TILE_LOGITS = 2**28

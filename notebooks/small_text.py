@@ -7,9 +7,9 @@ import optax
 from flax import nnx
 
 from gdn_jax.models import LanguageModel, ModelConfig
-from gdn_jax.tasks import text
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
+from gdn_jax.training.tasks import text
 
 BORDER, NEWLINE = 0, ord("\n")
 RATE = 1e-2

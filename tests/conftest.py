@@ -131,7 +131,7 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """`gdn_jax.fused` takes the kernels, interpreted; the fixture's value counts the calls of each."""
+    """`gdn_jax.parts` takes the kernels, interpreted; the fixture's value counts the calls of each."""
     from layer_kernels import interpret
 
     return interpret(monkeypatch)

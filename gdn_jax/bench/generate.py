@@ -31,13 +31,13 @@ from gdn_jax.bench.benchmark import Benchmark, Case, Result, Writable
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.fields import Distinct, NotNegative, Positive
 from gdn_jax.commands.files import replacing
+from gdn_jax.inspect.plots import COLORS
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import AttentionCache, WindowCache
 from gdn_jax.models.costs import layer_costs, model_costs, parameters_of_step
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
 from gdn_jax.models.inference import for_inference
-from gdn_jax.plots import COLORS
 from gdn_jax.training.peak import BANDWIDTH, of_device
 
 

@@ -1,6 +1,6 @@
 """The parts of a model around the rule and the products of its projections, with what each has to do at least.
 
-A part is a public call of `gdn_jax.fused` or of the loss, on inputs of a model's sizes in bfloat16, with a residual
+A part is a public call of `gdn_jax.parts` or of the loss, on inputs of a model's sizes in bfloat16, with a residual
 stream in float32. Its bytes are every array that the call has to read or write, once. Filters and weights of norms
 are left out. The loss makes the gradient of its logits in the forward pass.
 """
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.fused.embedding import embed
-from gdn_jax.fused.norms import add_norm, gated_norm
-from gdn_jax.fused.short_conv import short_conv
-from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.losses import default_tile, linear_softmax_cross_entropy
 from gdn_jax.models import ModelConfig
+from gdn_jax.parts.embedding import embed
+from gdn_jax.parts.norms import add_norm, gated_norm
+from gdn_jax.parts.short_conv import short_conv
+from gdn_jax.parts.swiglu import swiglu
 
 NARROW, WIDE = jnp.bfloat16, jnp.float32
 

@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 
 from gdn_jax.models import LanguageModel, ModelConfig
-from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
 from gdn_jax.training.placement import Placement
+from gdn_jax.training.tasks.batch import Batch
 
 
 class TrainingStep(NamedTuple):

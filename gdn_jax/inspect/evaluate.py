@@ -11,11 +11,11 @@ from flax import nnx
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, printable
 from gdn_jax.commands.fields import Positive
-from gdn_jax.tasks import next_byte, text
 from gdn_jax.training import steps
 from gdn_jax.training.load import TrainedRun, load_text_run
 from gdn_jax.training.options import Implementation
 from gdn_jax.training.steps import Sums
+from gdn_jax.training.tasks import next_byte, text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,11 @@ from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.load import load_hf
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, is_checkpoint, stop_tokens
 from gdn_jax.models.costs import model_costs
-from gdn_jax.tasks import next_byte
-from gdn_jax.tasks.options import prompt_text
 from gdn_jax.training.load import load_text_run
 from gdn_jax.training.memory import available
 from gdn_jax.training.options import Implementation
+from gdn_jax.training.tasks import next_byte
+from gdn_jax.training.tasks.options import prompt_text
 
 BYTES = 256
 """Vocabulary size of a model that reads and writes bytes."""

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from gdn_jax.analysis import memory_horizon
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, printable
 from gdn_jax.commands.fields import Positive
@@ -20,6 +19,7 @@ from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
+from gdn_jax.inspect.analysis import memory_horizon
 from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, shapes, title
 from gdn_jax.models.mixers.mixer import MixerCosts, Start
@@ -27,10 +27,10 @@ from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import slot_bytes
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
-from gdn_jax.tasks.options import TokensOptions
-from gdn_jax.tasks.table import vocab_size
 from gdn_jax.training.load import open_run
 from gdn_jax.training.steps import compute_dtype
+from gdn_jax.training.tasks.options import TokensOptions
+from gdn_jax.training.tasks.table import vocab_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,16 +19,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import blocks
-from gdn_jax.blocks import RMSNorm
-from gdn_jax.fused.channel_gates import channel_gates
-from gdn_jax.fused.norms import gated_norm, gated_norm_of_channels
-from gdn_jax.fused.short_conv import KeyHeads
 from gdn_jax.gates import init_A_log, init_dt_bias
+from gdn_jax.layers import blocks
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.layers.options import check_positive, check_sizes, value_width
 from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
 from gdn_jax.layers.stacks import ProjectionStack, stack_of
 from gdn_jax.parallel.token_shards import delta_rule_on_mesh
+from gdn_jax.parts.channel_gates import channel_gates
+from gdn_jax.parts.norms import gated_norm, gated_norm_of_channels
+from gdn_jax.parts.short_conv import KeyHeads
 from gdn_jax.rule.ops import delta_step
 from gdn_jax.shapes import ArgumentError, check_choice
 

@@ -1,7 +1,7 @@
 """The Gated DeltaNet token mixer as a flax.nnx module.
 
-A call goes one of three ways. Two are for kernels: whole rows without a past as one operation, `fused.mixer`, and one
-token of every row on states that are changed in place, `fused.token`. All else is that of `layers.recurrent`,
+A call goes one of three ways. Two are for kernels: whole rows without a past as one operation, `parts.mixer`, and one
+token of every row on states that are changed in place, `parts.token`. All else is that of `layers.recurrent`,
 `rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
 """
 
@@ -14,16 +14,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import blocks, rules
-from gdn_jax.blocks import ProjectionOfGroup, RMSNorm, normalise_first
-from gdn_jax.fused import mixer, token
-from gdn_jax.fused.norms import gated_norm
-from gdn_jax.fused.parts import Parts
-from gdn_jax.fused.short_conv import KeyHeads, split_normalized
+from gdn_jax import rules
 from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
+from gdn_jax.layers import blocks
+from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm, normalise_first
 from gdn_jax.layers.options import check_options, value_width
 from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer, at_tokens
-from gdn_jax.products import Addend
+from gdn_jax.parts import mixer, token
+from gdn_jax.parts.norms import gated_norm
+from gdn_jax.parts.products import Addend
+from gdn_jax.parts.short_conv import KeyHeads, split_normalized
+from gdn_jax.parts.unsummed import Parts
 from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
 
@@ -55,8 +56,8 @@ class GatedDeltaNet(RecurrentMixer):
       write_start: where sigmoid(x Wb + c) starts on every token, between 0 and 1, so that beta starts there, or at
         twice as much with allow_neg_eigval: b_proj has a bias c that is learned and starts at logit(write_start).
         None: there is no bias, and beta starts at 1/2, or at 1. A write erases too: half of what was stored is left
-        after about K ln 2 / beta tokens, 22 for K = 16 (`gdn_jax.analysis.memory_horizon`). With narrow keys, little
-        decay and longer rows 0.06 lets recall be learned sooner: docs/models.md says when to set it.
+        after about K ln 2 / beta tokens, 22 for K = 16 (`gdn_jax.inspect.analysis.memory_horizon`). With narrow keys,
+        little decay and longer rows 0.06 lets recall be learned sooner: docs/models.md says when to set it.
       rule: "gated_delta"; or another of `rules.RULES`, or a `rules.Rule` that is not there, to compare the rule with:
         all else stays, and so do the parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
@@ -75,8 +76,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     Attributes:
       rule: the `rules.Rule`; another one, or its name, may be assigned.
-      layer: a number that no other softmax attention of a program has, see `gdn_jax.attention.attend`; a model sets
-        it. Other rules have no use for it.
+      layer: a number that no other softmax attention of a program has, see `gdn_jax.parts.attention.attend`; a model
+        sets it. Other rules have no use for it.
 
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
@@ -258,7 +259,7 @@ class GatedDeltaNet(RecurrentMixer):
         return None if found is None else self._mix(*found, x, segment_ids, return_cache)
 
     def _as_one(self, x) -> tuple[mixer.Mixer, mixer.Weights] | None:
-        """The layer as `fused.mixer` takes it for whole rows x without a past; None where it does not."""
+        """The layer as `parts.mixer` takes it for whole rows x without a past; None where it does not."""
         if self.g_proj is None or self.conv_weight is None or self.conv_bias is not None:
             return None
         linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
@@ -277,12 +278,12 @@ class GatedDeltaNet(RecurrentMixer):
         return sizes, mixer.Weights(inputs, *parameters, norm, output)
 
     def _mix(self, sizes, weights, x, segment_ids, return_cache):
-        """`__call__` by `fused.mixer`."""
+        """`__call__` by `parts.mixer`."""
         y, conv, state = mixer.mix(sizes, x, weights, segment_ids)
         return y, None if state is None or not return_cache else GatedDeltaNetCache(conv, state)
 
     def _one_token(self, x, cache):
-        """`__call__` of one token of every row by `fused.token`; None where its kernels do not take it."""
+        """`__call__` of one token of every row by `parts.token`; None where its kernels do not take it."""
         if x.shape[1] > 1 or self.rule != GATED_DELTA:
             return None
         group, doubled = self._group(), self.allow_neg_eigval
@@ -312,7 +313,7 @@ class GatedDeltaNet(RecurrentMixer):
         return blocks.group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
 
     def _token(self, x, cache) -> token.Token:
-        """Arrays that `fused.token.mix_token` takes."""
+        """Arrays that `parts.token.mix_token` takes."""
         group = self._group()
         if group is None:
             groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
@@ -323,7 +324,7 @@ class GatedDeltaNet(RecurrentMixer):
         return token.Token(channels[:, 0], gates[:, 0], *parameters, *cache)
 
     def _step_inputs(self, x, past):
-        """Arrays that `fused.token.token_step` takes before the states, and the new convolution state."""
+        """Arrays that `parts.token.token_step` takes before the states, and the new convolution state."""
         qkv, a, b = self.project(x)
         y, past = self._convolve_token(qkv, past, None)
         q, k, v = split_normalized(y[:, 0], self.num_heads, self.head_dim, normalize=False)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from flax import nnx
 from jaxtyping import Array
 
-from gdn_jax import blocks
 from gdn_jax.gates import write_strength
+from gdn_jax.layers import blocks
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
 
 

@@ -7,13 +7,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import blocks
-from gdn_jax.blocks import RMSNorm
-from gdn_jax.fused.norms import gated_norm
 from gdn_jax.gates import init_A_log, init_dt_bias, l2norm, log_decay, write_strength
+from gdn_jax.layers import blocks
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.layers.options import check_positive, check_sizes, value_width
 from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
 from gdn_jax.parallel.token_shards import gated_delta_product_on_mesh
+from gdn_jax.parts.norms import gated_norm
 from gdn_jax.rule.ops import gated_delta_step
 
 

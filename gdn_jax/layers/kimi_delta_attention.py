@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import blocks
-from gdn_jax.blocks import RMSNorm, normalise_first
-from gdn_jax.fused import channel_token, delta_layer
-from gdn_jax.fused.ahead import read_ahead
-from gdn_jax.fused.parts import Parts
-from gdn_jax.fused.row_product import stream_product, takes_stream
-from gdn_jax.fused.token import is_whole
 from gdn_jax.gates import write_strength
+from gdn_jax.layers import blocks
+from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.layers.channel_decay import ChannelDecayMixer
 from gdn_jax.layers.recurrent import RecurrentCache
-from gdn_jax.products import Addend, array_of
+from gdn_jax.parts import channel_token, delta_layer
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.row_product import stream_product, takes_stream
+from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Convolution
 
 
@@ -134,7 +134,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         return after, (out, RecurrentCache(*states))
 
     def _by_kernels(self, x, cache, segment_ids, return_cache):
-        """`__call__` of one token of every row by `fused.channel_token`; None where its kernels do not take it."""
+        """`__call__` of one token of every row by `parts.channel_token`; None where its kernels do not take it."""
         del segment_ids, return_cache
         if cache is None or x.shape[1] > 1 or self.conv_weight is None or not is_whole(x, *cache):
             return None

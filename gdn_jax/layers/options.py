@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gdn_jax import rules
-from gdn_jax.conv import MAX_WIDTH, MIN_WIDTH
+from gdn_jax.parts.conv import MAX_WIDTH, MIN_WIDTH
 from gdn_jax.rule.implementations import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.conv import convolve_spans, segment_starts
+from gdn_jax.parts.conv import convolve_spans, segment_starts
 from gdn_jax.shapes import ArgumentError, check_array, check_floating
 
 
@@ -75,7 +75,7 @@ def convolve_tokens(
     mask: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B D W1"]]:
-    """`conv.causal_conv1d` with SiLU of the tokens of each row, with zeros at padding, and the new state.
+    """`parts.conv.causal_conv1d` with SiLU of the tokens of each row, with zeros at padding, and the new state.
 
     Args:
       x, weight, bias, segment_ids: of `causal_conv1d`.

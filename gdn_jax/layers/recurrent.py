@@ -17,17 +17,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax import blocks
-from gdn_jax.blocks import ProjectionOfGroup, RMSNorm
-from gdn_jax.conv import causal_conv1d_update
-from gdn_jax.fused.ahead import read_ahead
-from gdn_jax.fused.norms import gated_norm_of_channels
-from gdn_jax.fused.row_product import heads_product, takes_heads
-from gdn_jax.fused.short_conv import KeyHeads, split_normalized
 from gdn_jax.gates import logit
+from gdn_jax.layers import blocks
+from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
-from gdn_jax.products import PLAIN
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.conv import causal_conv1d_update
+from gdn_jax.parts.norms import gated_norm_of_channels
+from gdn_jax.parts.products import PLAIN
+from gdn_jax.parts.row_product import heads_product, takes_heads
+from gdn_jax.parts.short_conv import KeyHeads, split_normalized
 from gdn_jax.shapes import accumulation_dtype, check_array, check_type
 
 
@@ -219,10 +219,10 @@ class RecurrentMixer(nnx.Module):
         raise NotImplementedError
 
     ahead: tuple[nnx.Param, ...] = ()
-    """See `fused.ahead.Reader`."""
+    """See `parts.ahead.Reader`."""
 
     def token_weights(self) -> list[nnx.Param]:
-        """See `fused.ahead.Reader.token_weights`."""
+        """See `parts.ahead.Reader.token_weights`."""
         group = blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
         groups = group, getattr(self.o_proj, "group", None)
         weights = [group.weight for group in groups if group is not None]
@@ -266,7 +266,7 @@ class RecurrentMixer(nnx.Module):
             blocks.add_bias(linear, jnp.full(linear.out_features, logit(write_start), self.param_dtype))
 
     def _gated_output(self, norm, o, gate):
-        """The output projection of norm(o, gate, ..), one of those in `fused.norms`."""
+        """The output projection of norm(o, gate, ..), one of those in `parts.norms`."""
         weight = self.o_norm.scale(jnp.float32)
         options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
         if isinstance(self.o_proj, nnx.Linear) and self.o_proj.dot_general is PLAIN:

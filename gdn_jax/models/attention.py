@@ -10,11 +10,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.attention import attend, same_segment
-from gdn_jax.blocks import Initializer, RMSNorm, products
+from gdn_jax.layers.blocks import Initializer, RMSNorm, products
 from gdn_jax.layers.padding import check_rows, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel.token_shards import attention_on_mesh
+from gdn_jax.parts.attention import attend, same_segment
 from gdn_jax.shapes import check_array
 
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product, whole
-from gdn_jax.fused.parts import Parts
+from gdn_jax.layers.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product, whole
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.window import WindowAttention
-from gdn_jax.products import PRODUCTS, Addend
+from gdn_jax.parts.products import PRODUCTS, Addend
+from gdn_jax.parts.unsummed import Parts
 
 
 def arithmetic(config: ModelConfig) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Block(nnx.Module):
 
         Args:
           x: residual stream [B, T, hidden_size].
-          y: what is added to it first, whole or in parts, see `blocks.whole`; None: nothing.
+          y: what is added to it first, whole or in parts, see `layers.blocks.whole`; None: nothing.
           mix: what is called instead of the mixer; None: the mixer.
           options: of the mixer, see `TokenMixer`.
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from gdn_jax.layers.options import check_positive
 from gdn_jax.models.mixers.mixer import Mixer
 from gdn_jax.models.mixers.table import TOKEN_MIXERS
-from gdn_jax.products import PRODUCTS
+from gdn_jax.parts.products import PRODUCTS
 from gdn_jax.rules import RULES, Rule
 from gdn_jax.shapes import ArgumentError, check_choice
 
@@ -242,7 +242,7 @@ class ModelConfig:
         was not measured, so it is off by default. A call with a cache, or with `around`, walks block by block in any
         case.
 
-      matmul: how the projections of blocks are multiplied in training, a name of `gdn_jax.products.PRODUCTS`:
+      matmul: how the projections of blocks are multiplied in training, a name of `gdn_jax.parts.products.PRODUCTS`:
         "default", in the compute dtype; "float8", in 8 bits, with the cotangents in E5M2; "float8_e4m3", with them in
         E4M3. Not the output projection, routers and experts, and nothing in a model for inference.
 

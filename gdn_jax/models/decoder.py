@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.blocks import Initializer
-from gdn_jax.chunks import rows
-from gdn_jax.fused.embedding import embed
-from gdn_jax.fused.kernels import kernels_run
+from gdn_jax.layers.blocks import Initializer
 from gdn_jax.models import alike
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import make_block, stream_norm
 from gdn_jax.models.config import ModelConfig, period_of
-from gdn_jax.products import array_of, transposed_product
+from gdn_jax.parts.embedding import embed
+from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.products import array_of, transposed_product
 from gdn_jax.rule import seam
+from gdn_jax.rule.chunks import rows
 from gdn_jax.shapes import check_array, check_integer
 
 Cache = tuple[Any, ...]

@@ -9,7 +9,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.blocks import (
+from gdn_jax.layers.blocks import (
     Initializer,
     NoDecayParam,
     RMSNorm,
@@ -17,16 +17,16 @@ from gdn_jax.blocks import (
     group_projections,
     normalise_first,
 )
-from gdn_jax.fused import experts as fused_experts
-from gdn_jax.fused import routing
-from gdn_jax.fused.ahead import read_ahead
-from gdn_jax.fused.experts import FEW, SharedExpert, mixture, row_mixture
-from gdn_jax.fused.kernels import kernels_run
-from gdn_jax.fused.parts import Parts
-from gdn_jax.fused.routing import choose, largest
-from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.config import ExpertsConfig
-from gdn_jax.products import PLAIN, Addend, array_of, transposed_product
+from gdn_jax.parts import experts as fused_experts
+from gdn_jax.parts import routing
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.experts import FEW, SharedExpert, mixture, row_mixture
+from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.products import PLAIN, Addend, array_of, transposed_product
+from gdn_jax.parts.routing import choose, largest
+from gdn_jax.parts.row_product import stream_product, takes_stream
+from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Choice
 
 
@@ -41,7 +41,7 @@ class Experts(nnx.Module):
       hidden_size: width of x and the result.
       config: sizes.
       dtype, param_dtype: compute and parameter dtype.
-      implementation: of the experts, see `fused.experts.mixture`.
+      implementation: of the experts, see `parts.experts.mixture`.
       kernel_init, out_kernel_init: initialisers of the inner projections, and of those that write the result.
       rngs: source of the initial weights.
 
@@ -101,8 +101,8 @@ class Experts(nnx.Module):
     def from_stream(
         self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Parts]:
-        """See `blocks.from_stream`: of one row the norm and the router's product are one kernel, and the result is
-        in parts."""
+        """See `layers.blocks.from_stream`: of one row the norm and the router's product are one kernel, and the
+        result is in parts."""
         weight, dtype = self.router_rows, self.dtype or x.dtype
         if weight is None:
             return normalise_first(self, norm, x, y)
@@ -184,10 +184,10 @@ class Experts(nnx.Module):
         return _dot(rows, self.router[...].astype(rows.dtype), precision)
 
     ahead: tuple[nnx.Param, ...] = ()
-    """See `fused.ahead.Reader`."""
+    """See `parts.ahead.Reader`."""
 
     def token_weights(self) -> list[nnx.Param]:
-        """See `fused.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
+        """See `parts.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
         linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
         if self.router_rows is None or not all(type(linear) is nnx.Linear for linear in linears):
             return []

@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from gdn_jax.blocks import RMSNorm, group_projections, set_product
-from gdn_jax.fused.kernels import kernels_run
 from gdn_jax.layers import RecurrentMixer
+from gdn_jax.layers.blocks import RMSNorm, group_projections, set_product
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.parallel.head_shards import splits_heads
-from gdn_jax.products import PLAIN
+from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.products import PLAIN
 
 
 def for_inference(model: LanguageModel) -> LanguageModel:

@@ -9,7 +9,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.blocks import (
+from gdn_jax.layers.blocks import (
     Initializer,
     Projection,
     RMSNorm,
@@ -17,14 +17,14 @@ from gdn_jax.blocks import (
     parts_of_group,
     products,
 )
-from gdn_jax.fused.ahead import read_ahead
-from gdn_jax.fused.latent_rows import latent_rows
-from gdn_jax.fused.latent_token import Latents, LatentToken, latent_token, takes_token
-from gdn_jax.fused.parts import Parts
-from gdn_jax.fused.row_product import stream_product, takes_stream
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
 from gdn_jax.models.config import LatentAttentionConfig
-from gdn_jax.products import Addend, array_of, transposed_product
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.latent_rows import latent_rows
+from gdn_jax.parts.latent_token import Latents, LatentToken, latent_token, takes_token
+from gdn_jax.parts.products import Addend, array_of, transposed_product
+from gdn_jax.parts.row_product import stream_product, takes_stream
+from gdn_jax.parts.unsummed import Parts
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the latents, whatever that of the model is, as in released models."""
@@ -46,7 +46,7 @@ class LatentAttention(Attention):
       hidden_size: width of x and y.
       config: heads and variants.
       dtype, param_dtype: compute and parameter dtype.
-      implementation: of the products of one row, as for `fused.kernels.kernels_run`.
+      implementation: of the products of one row, as for `parts.kernels.kernels_run`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
       rngs: source of the initial weights.
 
@@ -170,7 +170,7 @@ class LatentAttention(Attention):
         segment_ids: Int[Array, "B T"] | None = None,
         return_cache: bool = False,
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
-        """See `blocks.from_stream`: of one row the norm and the product of all projections are one kernel."""
+        """See `layers.blocks.from_stream`: of one row the norm and the product of all projections are one kernel."""
         linears = [self._first(), self.kv_a_proj] + ([] if self.g_proj is None else [self.g_proj])
         found = parts_of_group(linears)
         if found is None or cache is None or mask is not None or segment_ids is not None:
@@ -249,10 +249,10 @@ class LatentAttention(Attention):
         return jnp.einsum("bthc,chv->bthv", o, self._expansion(o.dtype)[..., self.config.nope_dim :])
 
     ahead: tuple[nnx.Param, ...] = ()
-    """See `fused.ahead.Reader`."""
+    """See `parts.ahead.Reader`."""
 
     def token_weights(self) -> list[nnx.Param]:
-        """See `fused.ahead.Reader.token_weights`."""
+        """See `parts.ahead.Reader.token_weights`."""
         groups = [getattr(linear, "group", None) for linear in (self.kv_a_proj, self.o_proj)]
         if self.query_rows is None or self.value_rows is None:
             return []

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.models.decoder import LanguageModel
-from gdn_jax.products import times
+from gdn_jax.parts.products import times
 
 
 class LoRAParam(nnx.Param):

@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax import serving
-from gdn_jax.attention import attend
-from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache
+from gdn_jax.parts.attention import attend
+from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
 from gdn_jax.serving.call import At, Spans

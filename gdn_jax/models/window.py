@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from gdn_jax.attention import attend
 from gdn_jax.models.attention import Attention, WindowCache
+from gdn_jax.parts.attention import attend
 
 
 class WindowAttention(Attention):

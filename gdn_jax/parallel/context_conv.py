@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import conv
-from gdn_jax.conv import segment_starts
-from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, previous
+from gdn_jax.parts import conv
+from gdn_jax.parts.conv import segment_starts
+from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.shapes import widened
 
 
@@ -107,12 +107,12 @@ def short_conv_by_kernels(
     width: int,
     normalize: bool,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T Dv"]]:
-    """q, k and v of `gdn_jax.fused.short_conv.short_conv` by its kernels, of tokens split over a mesh axis in order.
+    """q, k and v of `gdn_jax.parts.short_conv.short_conv` by its kernels, of tokens split over a mesh axis in order.
 
     The kernels take a device's tokens as whole rows. The first W - 1 outputs are made again in plain JAX, from the
     inputs that enter from the device before, and put in their places. Differentiable once, in reverse.
 
-    Args: those of `gdn_jax.fused.short_conv.short_conv`, inside `jax.shard_map`. x and segment_ids are this device's
+    Args: those of `gdn_jax.parts.short_conv.short_conv`, inside `jax.shard_map`. x and segment_ids are this device's
       tokens, which the kernels accept; everything varies over the axis. weight, heads, width and normalize are the
       same on every device.
       axis_name: the mesh axis.

@@ -17,15 +17,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from gdn_jax.conv import causal_conv1d, last_inputs
-from gdn_jax.fused.kernels import usable
-from gdn_jax.fused.short_conv import short_conv
-from gdn_jax.fused.swiglu import BRANCHES_NAME, swiglu
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context_conv
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
-from gdn_jax.products import PLAIN, Addend, Prepared, array_of, counter, counting
+from gdn_jax.parts.conv import causal_conv1d, last_inputs
+from gdn_jax.parts.kernels import usable
+from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, counter, counting
+from gdn_jax.parts.short_conv import short_conv
+from gdn_jax.parts.swiglu import BRANCHES_NAME, swiglu
 
 
 def splits_heads() -> bool:
@@ -77,7 +77,7 @@ def swiglu_on_mesh(
     product: Any = PLAIN,
     implementation: str | None = None,
 ) -> Float[Array, "*S E"] | Addend:
-    """`gdn_jax.fused.swiglu.swiglu`, on a mesh too.
+    """`gdn_jax.parts.swiglu.swiglu`, on a mesh too.
 
     The devices of the head axis share the columns of the branches. Their results and the cotangents of x are summed
     over the axis once.
@@ -114,7 +114,7 @@ def short_conv_on_mesh(
     implementation=None,
     **arrays: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`gdn_jax.fused.short_conv.short_conv`, on a mesh too: every device filters its channels of its tokens."""
+    """`gdn_jax.parts.short_conv.short_conv`, on a mesh too: every device filters its channels of its tokens."""
     sizes = axes_set()
     how = dict(heads=heads, width=width, normalize=normalize)
     if sizes is None or sizes[CONTEXT] == sizes[HEAD] == 1:

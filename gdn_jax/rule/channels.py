@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax import packing
-from gdn_jax.chunks.recurrence import ChannelTransition
-from gdn_jax.chunks.rows import Row, in_stretches, stretch_of
-from gdn_jax.chunks.stages import Numerics
-from gdn_jax.chunks.stretches import packed_in_stretches
+from gdn_jax.rule import packing
+from gdn_jax.rule.chunks.recurrence import ChannelTransition
+from gdn_jax.rule.chunks.rows import Row, in_stretches, stretch_of
+from gdn_jax.rule.chunks.stages import Numerics
+from gdn_jax.rule.chunks.stretches import packed_in_stretches
 from gdn_jax.rule.products import decayed_products
 
 # Tokens times heads of a stretch on a GPU. With a decay for each channel the operands of every product are arrays of

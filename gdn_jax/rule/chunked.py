@@ -17,10 +17,10 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax.chunks.decay import ChunkDecay, chunk_cumsum
-from gdn_jax.chunks.recurrence import HeadTransition
-from gdn_jax.chunks.rows import Row, in_stretches, stretch_of
-from gdn_jax.chunks.stages import Numerics, chunk_output, kkt
+from gdn_jax.rule.chunks.decay import ChunkDecay, chunk_cumsum
+from gdn_jax.rule.chunks.recurrence import HeadTransition
+from gdn_jax.rule.chunks.rows import Row, in_stretches, stretch_of
+from gdn_jax.rule.chunks.stages import Numerics, chunk_output, kkt
 from gdn_jax.shapes import Keys, LogDecay, Offsets, Outputs, Queries, Scale, States, Strength, Values
 
 

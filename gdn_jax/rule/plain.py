@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax import gates, segments
-from gdn_jax.rule import channels, chunked, definition
+from gdn_jax import gates
+from gdn_jax.rule import channels, chunked, definition, segments
 from gdn_jax.rule.call import HEADS, Arrays, Call
 from gdn_jax.shapes import (
     STATE_LAYOUTS,

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.chunks.stages import Numerics
+from gdn_jax.rule.chunks.stages import Numerics
 
 # Blocks of up to so many tokens are multiplied and summed elementwise: a product of matrices of one or two rows costs
 # more than its arithmetic.

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax import segments
-from gdn_jax.chunks.decay import chunk_cumsum
-from gdn_jax.chunks.stages import Numerics, chunk_output
 from gdn_jax.gates import no_gate
-from gdn_jax.packing import chunks_to_row, row_to_chunks
+from gdn_jax.rule import segments
+from gdn_jax.rule.chunks.decay import chunk_cumsum
+from gdn_jax.rule.chunks.stages import Numerics, chunk_output
+from gdn_jax.rule.packing import chunks_to_row, row_to_chunks
 from gdn_jax.shapes import (
     Keys,
     LogDecay,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import usable
 from gdn_jax.gates import l2norm
+from gdn_jax.parts.kernels import usable
 
 
 class RuleInputs(NamedTuple):

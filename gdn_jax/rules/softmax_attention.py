@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from gdn_jax.attention import attend, same_segment
+from gdn_jax.parts.attention import attend, same_segment
 from gdn_jax.rules.rule import Rule
 from gdn_jax.shapes import Keys, Outputs, Queries, SegmentIds, Values
 
@@ -26,8 +26,8 @@ def softmax_attention(
     through the causal mask and the short convolution, as it does the other rules; rotary positions would fail beyond
     the trained length for a reason of their own.
 
-    bfloat16 and float16 go through cuDNN where it takes them, see `gdn_jax.attention.attend`, and no scores are kept
-    in memory; all else is plain XLA, which keeps them.
+    bfloat16 and float16 go through cuDNN where it takes them, see `gdn_jax.parts.attention.attend`, and no scores are
+    kept in memory; all else is plain XLA, which keeps them.
 
     Args:
       q, k, v: as for `gated_delta_rule`.

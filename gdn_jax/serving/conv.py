@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
-from gdn_jax import conv
+from gdn_jax.parts import conv
 from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_pool, check_sequences
 from gdn_jax.serving.call import At, Spans

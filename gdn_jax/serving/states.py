@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax import packing
+from gdn_jax.rule import packing
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_pool, slot_count
 from gdn_jax.serving.call import At, Call, Spans

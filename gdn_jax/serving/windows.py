@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax import conv
+from gdn_jax.parts import conv
 from gdn_jax.serving import slots
 from gdn_jax.serving.call import At, Spans
 from gdn_jax.serving.states import StatePool

@@ -1,7 +1,7 @@
 """Figures of sweeps: scores over the size of the test or of the model, and learning curves. A thin line is a seed.
 
 A mean over seeds is not drawn: where some have learned and others not, no run is near it. Points stand on their
-ticks. `gdn_jax.plots.STYLES` says how a rule looks, and in which order rules stand.
+ticks. `gdn_jax.inspect.plots.STYLES` says how a rule looks, and in which order rules stand.
 """
 
 import textwrap
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gdn_jax.commands.files import replacing
-from gdn_jax.plots import GREY, STYLES
+from gdn_jax.inspect.plots import GREY, STYLES
 from gdn_jax.sweeps.summary import Row
 from gdn_jax.training.mixers import MIXERS
 

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.commands.fields import Distinct, PerStart, Positive, Range, Seed
 from gdn_jax.commands.files import parse_json, read_file
-from gdn_jax.tasks.options import (
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.options import ScheduleOptions, SizeOptions
+from gdn_jax.training.tasks.options import (
     CopyOptions,
     NeedleOptions,
     PalindromeOptions,
@@ -19,9 +22,6 @@ from gdn_jax.tasks.options import (
     TaskOptions,
     TextOptions,
 )
-from gdn_jax.training import options as options_lib
-from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.options import ScheduleOptions, SizeOptions
 
 if TYPE_CHECKING:
     MixerName = str

@@ -15,10 +15,10 @@ from gdn_jax.models.costs import count
 from gdn_jax.sweeps.grid import Run
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.scoring import Scored
-from gdn_jax.tasks.task import Task
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.steps import Sums, TrainState
+from gdn_jax.training.tasks.task import Task
 
 # With so many tokens the logits of all predictions are most of a small model's work: those that do not count are left
 # out, where they are half of a row or more.

@@ -7,9 +7,9 @@ from gdn_jax.commands.files import write_text
 from gdn_jax.sweeps import figure, summary
 from gdn_jax.sweeps.grid import starts
 from gdn_jax.sweeps.options import PRESETS, GridOptions, SweepOptions, scaled_model, state_size
-from gdn_jax.tasks.options import RecallOptions, TaskOptions
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.tasks.options import RecallOptions, TaskOptions
 
 Records = list[dict[str, Any]]
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.tasks.batch import Batch
+from gdn_jax.training.tasks.batch import Batch
 
 
 class Scored(NamedTuple):

@@ -11,9 +11,9 @@ from scipy.special import stdtrit
 from gdn_jax.commands.errors import RunError, printable
 from gdn_jax.commands.files import is_finite
 from gdn_jax.sweeps.options import state_size
-from gdn_jax.tasks.task import Task
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import SizeOptions
+from gdn_jax.training.tasks.task import Task
 
 _LEARNED = 0.9
 """A run has learned something where its validation loss is below this part of that of a guess."""

@@ -45,11 +45,11 @@ from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.program import Program, Runs, make_start
 from gdn_jax.sweeps.progress import SweepReporter
 from gdn_jax.sweeps.scoring import shared
-from gdn_jax.tasks.table import check_same_data, make_task
-from gdn_jax.tasks.task import Task
 from gdn_jax.training import memory
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.runs import RunFolder, check_free
+from gdn_jax.training.tasks.table import check_same_data, make_task
+from gdn_jax.training.tasks.task import Task
 
 # Tokens scored at a time, at most: without cuDNN softmax attention keeps a score for every two tokens of a row.
 _SCORED = 2**16

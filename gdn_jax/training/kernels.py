@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import supported_implementations
-from gdn_jax.fused.kernels import kernels_run
+from gdn_jax.parts.kernels import kernels_run
 
 
 def _supported() -> dict[str, str | None]:

@@ -17,14 +17,14 @@ from jaxtyping import Array, Int
 from gdn_jax.commands.errors import RunError
 from gdn_jax.models import LanguageModel
 from gdn_jax.models.lora import merge_lora
-from gdn_jax.tasks.options import TokensOptions
-from gdn_jax.tasks.table import Text, text_of, vocab_size
 from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
 from gdn_jax.training.checkpoints import Checkpoints, check_layers
 from gdn_jax.training.options import Implementation, RunOptions, TrainOptions
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.steps import TrainState
+from gdn_jax.training.tasks.options import TokensOptions
+from gdn_jax.training.tasks.table import Text, text_of, vocab_size
 
 
 @dataclasses.dataclass(frozen=True)

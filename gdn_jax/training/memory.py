@@ -5,8 +5,8 @@ import os
 import jax
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.tasks.options import GeneratedOptions, RecallOptions, TaskOptions, TokensOptions
 from gdn_jax.training.options import ModelOptions, SizeOptions, TrainOptions
+from gdn_jax.training.tasks.options import GeneratedOptions, RecallOptions, TaskOptions, TokensOptions
 
 _GIB = 2**30
 _FLOAT = 4  # bytes of a float32 or an int32

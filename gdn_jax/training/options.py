@@ -12,7 +12,7 @@ from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
 from gdn_jax.commands.fields import Fraction, MayChange, NotNegative, PerStart, Positive, Range, Seed
 from gdn_jax.shapes import ArgumentError
-from gdn_jax.tasks.options import (
+from gdn_jax.training.tasks.options import (
     CopyOptions,
     NeedleOptions,
     PalindromeOptions,

@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 from gdn_jax.commands.errors import RunError
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
-from gdn_jax.tasks.batch import Batch
 from gdn_jax.training.steps import TrainState
+from gdn_jax.training.tasks.batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)

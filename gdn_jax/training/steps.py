@@ -10,16 +10,16 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from gdn_jax import blocks, models
+from gdn_jax import models
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf.load import load_hf
-from gdn_jax.layers import RecurrentMixer
+from gdn_jax.layers import RecurrentMixer, blocks
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.parallel.token_shards import loss_on_mesh
-from gdn_jax.products import counting
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.options import TaskOptions, TokensOptions
+from gdn_jax.parts.products import counting
 from gdn_jax.training.options import ModelOptions, ScheduleOptions, TrainOptions
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.options import TaskOptions, TokensOptions
 
 AT_ONCE = 64
 """Arrays whose sums of squares are added by one kernel."""
@@ -38,7 +38,7 @@ class StepMetrics(NamedTuple):
     loss: Float[Array, ""]  # mean nats of a weighted prediction
     accuracy: Float[Array, ""]
     grad_norm: Float[Array, ""]  # before clipping
-    saturated: Float[Array, ""] | float = 0.0  # numbers of both passes, see `products.counting`
+    saturated: Float[Array, ""] | float = 0.0  # numbers of both passes, see `parts.products.counting`
 
 
 class Sums(NamedTuple):
@@ -152,7 +152,7 @@ def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> op
 
 
 def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
-    """Makes AdamW behind a clip of the global norm. What `blocks.weight_decay_mask` marks False does not decay.
+    """Makes AdamW behind a clip of the global norm. What `weight_decay_mask` marks False does not decay.
 
     The learning rate may be traced: runs that differ in it alone share their compiled step.
     """

@@ -27,9 +27,6 @@ from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import owned
 from gdn_jax.commands.versions import versions
 from gdn_jax.parallel import lifeline, processes
-from gdn_jax.tasks.options import TokensOptions
-from gdn_jax.tasks.table import check_same_data, make_task
-from gdn_jax.tasks.task import Task
 from gdn_jax.training import curves, kernels, mixers, steps
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.checkpoints import Checkpoints, check_layers
@@ -39,6 +36,9 @@ from gdn_jax.training.options import TrainOptions
 from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder, check_free
+from gdn_jax.training.tasks.options import TokensOptions
+from gdn_jax.training.tasks.table import check_same_data, make_task
+from gdn_jax.training.tasks.task import Task
 from gdn_jax.training.trainer import Diverged, Trainer
 
 

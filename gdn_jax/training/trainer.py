@@ -20,8 +20,6 @@ from jaxtyping import PyTree
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.models.costs import count, multiplied_parameters
 from gdn_jax.parallel import processes
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.task import Task
 from gdn_jax.training import memory, steps
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.options import TrainOptions
@@ -30,6 +28,8 @@ from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.steps import Functions, StepMetrics, TrainState
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.task import Task
 
 
 class Diverged(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from gdn_jax.analysis import memory_horizon
+from gdn_jax.inspect.analysis import memory_horizon
 from gdn_jax.sweeps.summary import interval
 from results.pages.claims import CLAIMS, OWN, Claim
 from results.pages.stored import Arm, Results, begins

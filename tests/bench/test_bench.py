@@ -8,11 +8,11 @@ import jax
 import pytest
 from bench_tables import run
 
-from gdn_jax import cli
 from gdn_jax.bench import benchmark, command, measure
 from gdn_jax.bench.benchmark import Benchmark, Case, Result
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.table import table
+from gdn_jax.commands import cli
 
 
 def test_table():

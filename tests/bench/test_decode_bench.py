@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from gdn_jax import cli
 from gdn_jax.bench import decode as decode_bench
+from gdn_jax.commands import cli
 
 TINY = "--heads 1 2 --width 16 --batches 1 3 --repeats 2 --deferred 1 4 --tokens 1 2".split()
 

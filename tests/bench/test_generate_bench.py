@@ -10,8 +10,8 @@ import pytest
 import small_models
 from flax import nnx
 
-from gdn_jax import cli
 from gdn_jax.bench import generate as generate_bench
+from gdn_jax.commands import cli
 from gdn_jax.models import generate
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.costs import attention_costs, model_costs, multiplied_parameters, parameters

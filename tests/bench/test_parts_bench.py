@@ -7,9 +7,9 @@ import jax
 import pytest
 from programs import KERNELS, eqns
 
-from gdn_jax import cli
 from gdn_jax.bench import model_parts, sizes
 from gdn_jax.bench import step as step_bench
+from gdn_jax.commands import cli
 
 TINY = "--model tiny --tokens 128 --length 64 --calls 2 --repeats 2".split()
 CONFIG = sizes.model_config("0.4b", dtype="bfloat16")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gdn_jax import cli
 from gdn_jax.bench import prefill as prefill_bench
+from gdn_jax.commands import cli
 
 TINY = "--heads 1 2 --width 16 --tokens 70 --requests 2 --pools float32 --dtype float32 --repeats 2".split()
 

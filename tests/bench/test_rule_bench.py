@@ -12,7 +12,6 @@ import pytest
 from bench_tables import cells, run
 
 import gdn_jax
-from gdn_jax import cli
 from gdn_jax.bench import kernels as kernel_bench
 from gdn_jax.bench import measure, passes, peers
 from gdn_jax.bench import rows as bench_rows
@@ -24,6 +23,7 @@ from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.bench.rule import RuleBenchmark
 from gdn_jax.checks.accuracy import NAMES
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 
 

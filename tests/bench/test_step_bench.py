@@ -7,9 +7,9 @@ import jax
 import pytest
 
 import gdn_jax
-from gdn_jax import cli
 from gdn_jax.bench import peers
 from gdn_jax.bench import step as step_bench
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.training import peak

@@ -10,7 +10,7 @@ import tracemalloc
 import hf_checkpoints
 import pytest
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.text import Tokenizer

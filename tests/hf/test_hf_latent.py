@@ -12,12 +12,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gdn_jax import analysis, cli
+from gdn_jax.commands import cli
 from gdn_jax.hf import bailing_hybrid, load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.save import own_family
+from gdn_jax.inspect import analysis
 from gdn_jax.models import ExpertsConfig, LanguageModel, costs
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts

@@ -12,7 +12,7 @@ import pytest
 import small_models
 from flax import nnx
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.hf.checkpoint import read_tensors
 from gdn_jax.hf.families import describe

@@ -11,17 +11,15 @@ from jax.custom_derivatives import SymbolicZero
 from layer_kernels import INTERPRET, interpret, plain_kernels
 from tolerances import rms_ratio
 
-from gdn_jax import products
-from gdn_jax.blocks import RMSNorm
-from gdn_jax.fused import eight_bits as fused_eight_bits
-from gdn_jax.fused import mixer
-from gdn_jax.fused.eight_bits import scale_of_norm
-from gdn_jax.fused.norms import GatedNorm, plain_gated_norm
-from gdn_jax.fused.swiglu import _branches, gated, swiglu
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.models import ModelConfig
 from gdn_jax.models.block import make_block
-from gdn_jax.products import (
+from gdn_jax.parts import eight_bits as fused_eight_bits
+from gdn_jax.parts import mixer, products
+from gdn_jax.parts.eight_bits import scale_of_norm
+from gdn_jax.parts.norms import GatedNorm, plain_gated_norm
+from gdn_jax.parts.products import (
     PRODUCTS,
     Addend,
     cotangent_operand,
@@ -32,6 +30,7 @@ from gdn_jax.products import (
     scale_of_sample,
     times,
 )
+from gdn_jax.parts.swiglu import _branches, gated, swiglu
 from pallas_kernels.layer import eight_bits, gated_norm_eight_bits, norm, norm_eight_bits, swiglu_eight_bits
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -269,7 +268,7 @@ def test_outliers_outside_the_sample_are_counted(kernels, monkeypatch):
     ]
     ordinary = np.where(np.arange(128)[:, None] == out, aligned[0], aligned)
     if kernels:
-        monkeypatch.setattr("gdn_jax.fused.swiglu.FEW_ROWS", 0)
+        monkeypatch.setattr("gdn_jax.parts.swiglu.FEW_ROWS", 0)
         calls = interpret(monkeypatch)
 
     def f(zero, x, *w):
@@ -302,7 +301,7 @@ def test_products_and_swiglu_by_kernels(monkeypatch):
     def both(x, w, weights):
         f = jax.vjp(lambda x, w: times(product, x, w), x, w)
         # More rows than that would be slow here.
-        monkeypatch.setattr("gdn_jax.fused.swiglu.FEW_ROWS", 0)
+        monkeypatch.setattr("gdn_jax.parts.swiglu.FEW_ROWS", 0)
         g = jax.vjp(lambda x, *w: swiglu(x, *w, product=product), x, *weights)
         return jax.tree.leaves((f[0], f[1](dy), g[0], g[1](x)))
 

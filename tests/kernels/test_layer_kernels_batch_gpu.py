@@ -9,8 +9,8 @@ import pytest
 from fused_harness import close, draws
 from test_layer_kernels_latents import latents
 
-from gdn_jax.fused import experts, routing
-from gdn_jax.fused.latent_rows import latent_rows
+from gdn_jax.parts import experts, routing
+from gdn_jax.parts.latent_rows import latent_rows
 from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from fused_harness import close, draws
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
-from gdn_jax.fused import experts
+from gdn_jax.parts import experts
 from pallas_kernels.layer import expert_gradient, expert_product, expert_swiglu, expert_tiles
 from pallas_kernels.layer.expert_product import Config
 

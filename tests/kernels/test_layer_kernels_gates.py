@@ -9,8 +9,8 @@ from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.fused import channel_gates as seam
 from gdn_jax.gates import channel_log_decay
+from gdn_jax.parts import channel_gates as seam
 from pallas_kernels.device.gates import log_decay_slopes, log_decays
 from pallas_kernels.layer import channel_gates as kernels
 

@@ -14,10 +14,10 @@ from fused_harness import SUMS, SUMS_ON_A_GPU, SWIGLU_NAMES, SWIGLU_ROUNDINGS, c
 from layer_kernels import check_one_operation, dense_gradients
 
 from gdn_jax import losses
-from gdn_jax.fused import channel_gates, embedding, experts, norms, routing, swiglu
-from gdn_jax.fused.short_conv import short_conv
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.parts import channel_gates, embedding, experts, norms, routing, swiglu
+from gdn_jax.parts.short_conv import short_conv
 from gdn_jax.shapes import Choice
 from pallas_kernels.layer.weight_gradient import weight_gradient
 

@@ -8,9 +8,8 @@ from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import check_one_operation, joining_layer, plain_kernels
 
-from gdn_jax import blocks
-from gdn_jax.fused import mixer
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, blocks
+from gdn_jax.parts import mixer
 from pallas_kernels.device import launch
 
 

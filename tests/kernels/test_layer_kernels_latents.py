@@ -10,7 +10,7 @@ import pytest
 from device_arrays import put
 from fused_harness import close, draws
 
-from gdn_jax.fused import latent_rows as fused
+from gdn_jax.parts import latent_rows as fused
 from pallas_kernels.layer import latent_rows
 from pallas_kernels.layer.latent_rows import Config
 

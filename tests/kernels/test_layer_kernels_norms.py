@@ -8,7 +8,7 @@ import pytest
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.fused import norms as fused_norms
+from gdn_jax.parts import norms as fused_norms
 from pallas_kernels.layer import (
     gated_norm,
     norm,

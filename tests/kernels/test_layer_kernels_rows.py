@@ -14,20 +14,20 @@ from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.blocks import RMSNorm, from_stream, group_projections, whole
-from gdn_jax.fused import delta_layer as fused_delta_layer
-from gdn_jax.fused import latent_token
-from gdn_jax.fused import routing as plain_routing
-from gdn_jax.fused.channel_token import ChannelGates
-from gdn_jax.fused.experts import SharedExpert, row_mixture
-from gdn_jax.fused.kernels import trusted
-from gdn_jax.fused.row_product import heads_product, stream_product
 from gdn_jax.layers import KimiDeltaAttention, RecurrentCache
+from gdn_jax.layers.blocks import RMSNorm, from_stream, group_projections, whole
 from gdn_jax.models import ExpertsConfig, inference
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
+from gdn_jax.parts import delta_layer as fused_delta_layer
+from gdn_jax.parts import latent_token
+from gdn_jax.parts import routing as plain_routing
+from gdn_jax.parts.channel_token import ChannelGates
+from gdn_jax.parts.experts import SharedExpert, row_mixture
+from gdn_jax.parts.kernels import trusted
+from gdn_jax.parts.row_product import heads_product, stream_product
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
 from pallas_kernels.device.grid_barrier import NAME

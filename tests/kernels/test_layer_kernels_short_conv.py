@@ -12,8 +12,8 @@ from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET, convolution
 
-from gdn_jax.conv import causal_conv1d
-from gdn_jax.fused.short_conv import short_conv as fused_short_conv
+from gdn_jax.parts.conv import causal_conv1d
+from gdn_jax.parts.short_conv import short_conv as fused_short_conv
 from pallas_kernels.layer import (
     short_conv,
 )

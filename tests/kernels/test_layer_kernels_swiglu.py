@@ -9,7 +9,7 @@ from device_arrays import put
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.fused import swiglu as fused_swiglu
+from gdn_jax.parts import swiglu as fused_swiglu
 from pallas_kernels.layer import (
     swiglu,
     swiglu_cotangents,

@@ -9,8 +9,8 @@ from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.fused import embedding as fused_embedding
 from gdn_jax.losses import linear_softmax_cross_entropy
+from gdn_jax.parts import embedding as fused_embedding
 from pallas_kernels.layer import (
     cross_entropy,
     embedding,

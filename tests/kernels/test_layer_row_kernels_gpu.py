@@ -13,11 +13,11 @@ import row_kernels
 from flax import nnx
 from fused_harness import SUMS_ON_A_GPU, close, draws
 
-from gdn_jax.fused import delta_layer, experts, latent_token, routing, row_product
-from gdn_jax.fused.channel_token import ChannelGates
 from gdn_jax.models import ExpertsConfig, LanguageModel, inference
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.presets import PRESETS
+from gdn_jax.parts import delta_layer, experts, latent_token, routing, row_product
+from gdn_jax.parts.channel_token import ChannelGates
 from gdn_jax.shapes import Choice, Convolution
 
 pytestmark = pytest.mark.gpu

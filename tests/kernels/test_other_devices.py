@@ -13,14 +13,15 @@ from flax import nnx
 from generated_code import ptxas_report
 
 import gdn_jax
-from gdn_jax import cli, serving
+from gdn_jax import serving
 from gdn_jax.bench import measure
 from gdn_jax.bench.rule import RuleBenchmark
-from gdn_jax.fused.kernels import kernels_run
-from gdn_jax.fused.norms import add_norm
-from gdn_jax.fused.swiglu import swiglu
+from gdn_jax.commands import cli
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.losses import linear_softmax_cross_entropy
+from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.norms import add_norm
+from gdn_jax.parts.swiglu import swiglu
 from gdn_jax.training import kernels, peak
 from pallas_kernels.device import grid_barrier, launch
 from pallas_kernels.layer import cross_entropy, expert_product

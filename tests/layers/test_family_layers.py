@@ -10,7 +10,6 @@ from harness import tiers
 from small_layers import drawn, empty_cache
 from tolerances import FLOAT32, assert_close
 
-from gdn_jax.blocks import weight_decay_mask
 from gdn_jax.layers import (
     GatedDeltaNet,
     GatedDeltaNet2,
@@ -19,6 +18,7 @@ from gdn_jax.layers import (
     KimiDeltaAttention,
     RecurrentCache,
 )
+from gdn_jax.layers.blocks import weight_decay_mask
 
 F32 = FLOAT32["o"]
 D = 20

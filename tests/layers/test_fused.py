@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws, value_and_vjp
 
-from gdn_jax.conv import causal_conv1d, last_inputs
-from gdn_jax.fused import embedding, kernels, norms, swiglu
-from gdn_jax.fused.short_conv import short_conv, split_normalized
+from gdn_jax.parts import embedding, kernels, norms, swiglu
+from gdn_jax.parts.conv import causal_conv1d, last_inputs
+from gdn_jax.parts.short_conv import short_conv, split_normalized
 
 DTYPES = ("float32", "bfloat16")
 

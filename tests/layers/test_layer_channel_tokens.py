@@ -11,11 +11,11 @@ from fused_harness import close, close_windows, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from small_layers import drawn
 
-from gdn_jax.blocks import group_projections
-from gdn_jax.fused import channel_token
-from gdn_jax.fused.kernels import trusted
 from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
+from gdn_jax.layers.blocks import group_projections
 from gdn_jax.models import inference
+from gdn_jax.parts import channel_token
+from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import channel_step, conv_update
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)

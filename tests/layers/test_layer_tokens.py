@@ -14,12 +14,12 @@ from fused_harness import close, close_windows, draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from small_layers import drawn
 
-from gdn_jax.blocks import group_projections
-from gdn_jax.fused import norms
-from gdn_jax.fused import token as fused_token
-from gdn_jax.fused.kernels import trusted
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, recurrent
+from gdn_jax.layers.blocks import group_projections
 from gdn_jax.models import inference
+from gdn_jax.parts import norms
+from gdn_jax.parts import token as fused_token
+from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import conv_update, step
 from pallas_kernels.layer import norm
 

@@ -9,10 +9,10 @@ from small_layers import F32, SIZES, D, drawn, empty_cache, inputs, make
 from tolerances import assert_close
 
 from gdn_jax import gates
-from gdn_jax.blocks import NoDecayParam, RMSNorm, SwiGLU, weight_decay_mask
 from gdn_jax.checks import oracle
 from gdn_jax.gates import init_A_log, init_dt_bias
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers.blocks import NoDecayParam, RMSNorm, SwiGLU, weight_decay_mask
 from gdn_jax.small_layer import SmallGatedDeltaNet
 
 

@@ -16,14 +16,13 @@ from small_layers import drawn
 from small_models import made
 from tolerances import rms_ratio
 
-from gdn_jax import blocks, products
-from gdn_jax.blocks import SwiGLU
-from gdn_jax.fused import mixer
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, blocks
+from gdn_jax.layers.blocks import SwiGLU
 from gdn_jax.models import ModelConfig
 from gdn_jax.models.inference import for_inference
 from gdn_jax.models.lora import add_lora
-from gdn_jax.products import PLAIN, PRODUCTS, Float8, counting, rounded, times
+from gdn_jax.parts import mixer, products
+from gdn_jax.parts.products import PLAIN, PRODUCTS, Float8, counting, rounded, times
 from pallas_kernels.device import launch
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

@@ -14,11 +14,11 @@ from small_layers import drawn, empty_cache
 from tolerances import assert_close, tolerance
 
 from gdn_jax import rules
-from gdn_jax.attention import same_segment, takes_cudnn
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import ModelConfig
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parts.attention import same_segment, takes_cudnn
 
 RECURRENT = ("linear_attention", "mamba2", "delta", "gated_delta")
 F32 = tolerance("o", "float32")

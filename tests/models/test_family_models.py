@@ -18,10 +18,10 @@ from small_models import made
 from steps_on_meshes import CONFIG, check_same_steps, three_steps
 from tolerances import FLOAT32, assert_close
 
-from gdn_jax import cli
-from gdn_jax.analysis import layer_half_lives, memory_horizon, model_rule_inputs
-from gdn_jax.blocks import ProjectionGroup
+from gdn_jax.commands import cli
 from gdn_jax.hf import save_hf
+from gdn_jax.inspect.analysis import layer_half_lives, memory_horizon, model_rule_inputs
+from gdn_jax.layers.blocks import ProjectionGroup
 from gdn_jax.models import LanguageModel, ModelConfig, generate, inference
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.models.costs import layer_costs, parameters
@@ -33,7 +33,6 @@ from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.rules import RULES
-from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS, label
 from gdn_jax.training.options import (
@@ -44,6 +43,7 @@ from gdn_jax.training.options import (
     from_json,
     to_json,
 )
+from gdn_jax.training.tasks.batch import Batch
 
 F32 = FLOAT32["o"]
 SIZE = dict(vocab_size=19, hidden_size=16, num_heads=2, head_dim=6, expand_v=1.5, implementation="recurrent")

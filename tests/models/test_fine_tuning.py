@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 from tiny_runs import metrics
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
-from gdn_jax.tasks.next_token import TokensTask, Words
-from gdn_jax.tasks.options import TokensOptions
 from gdn_jax.training.load import load_run
 from gdn_jax.training.options import TASKS, ModelOptions
 from gdn_jax.training.steps import start_model, trained
+from gdn_jax.training.tasks.next_token import TokensTask, Words
+from gdn_jax.training.tasks.options import TokensOptions
 
 LING = Path(__file__).parents[1] / "data" / "bailing_hybrid_released"
 WORDS = [f"word{i}" for i in range(199)]
@@ -87,7 +87,7 @@ def test_a_sample_is_text(checkpoint, book, monkeypatch, no_type_checks):
     options = TokensOptions(data=book, from_=checkpoint, length=16, val_tokens=40, prompt="word3 \udcff ")
     task = TokensTask(options, 2, 0)
     monkeypatch.setattr(
-        "gdn_jax.tasks.next_token.models.generate", lambda *_, **__: np.array([[3, 9, END, 4]])
+        "gdn_jax.training.tasks.next_token.models.generate", lambda *_, **__: np.array([[3, 9, END, 4]])
     )
     sample = task.sample(None)
     assert sample == "word3 \ufffd word3 word9" and sample.encode()

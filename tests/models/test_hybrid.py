@@ -13,7 +13,7 @@ from small_layers import drawn, empty_cache
 from small_models import made
 from tolerances import FLOAT32, assert_close
 
-from gdn_jax.blocks import RMSNorm
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.models import AttentionConfig, ExpertsConfig, ModelConfig
 from gdn_jax.models.attention import Attention, FixedAttentionCache, reserve, rotate
 from gdn_jax.models.block import ReorderedBlock, make_block

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from small_layers import drawn
 from small_models import made
 
-from gdn_jax.blocks import ProjectionGroup
+from gdn_jax.layers.blocks import ProjectionGroup
 from gdn_jax.models import LanguageModel, generate, inference
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.models.inference import for_decoding, for_inference

@@ -17,10 +17,10 @@ from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
-from gdn_jax.conv import causal_conv1d
 from gdn_jax.parallel import context, context_conv, exchange
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.context_kernels import Kernels
+from gdn_jax.parts.conv import causal_conv1d
 from gdn_jax.rule.call import Arrays
 from gdn_jax.shapes import Dims
 from pallas_kernels.ampere import rule as mma_rule

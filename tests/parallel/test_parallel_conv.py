@@ -11,11 +11,11 @@ from device_arrays import put
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 
-from gdn_jax.conv import causal_conv1d
-from gdn_jax.fused.short_conv import short_conv as fused_short_conv
-from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, MeshShape
+from gdn_jax.parts.conv import causal_conv1d
+from gdn_jax.parts.short_conv import short_conv as fused_short_conv
+from gdn_jax.parts.short_conv import split_normalized
 from pallas_kernels.device import launch
 from pallas_kernels.layer import short_conv as kernel
 

@@ -29,13 +29,13 @@ from meshes import (
 
 import gdn_jax
 from gdn_jax.checks import cases
-from gdn_jax.fused.channel_gates import channel_gates
-from gdn_jax.fused.norms import add_norm, gated_norm
-from gdn_jax.fused.short_conv import short_conv
-from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parts.channel_gates import channel_gates
+from gdn_jax.parts.norms import add_norm, gated_norm
+from gdn_jax.parts.short_conv import short_conv
+from gdn_jax.parts.swiglu import swiglu
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.layer import weight_gradient

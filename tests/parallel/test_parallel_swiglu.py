@@ -7,11 +7,11 @@ from fused_harness import SWIGLU_NAMES, close, draws
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 
-from gdn_jax import products
-from gdn_jax.fused.swiglu import swiglu
 from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD
-from gdn_jax.products import PRODUCTS, counting
+from gdn_jax.parts import products
+from gdn_jax.parts.products import PRODUCTS, counting
+from gdn_jax.parts.swiglu import swiglu
 
 
 def test_a_swiglu_on_parts_of_its_columns():

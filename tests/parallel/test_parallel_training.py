@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 from meshes import mesh_from
 from steps_on_meshes import CONFIG, LENGTH, ROWS, check_same_steps, three_steps
 
-from gdn_jax import cli
 from gdn_jax.bench.sizes import SIZES
+from gdn_jax.commands import cli
 from gdn_jax.models import LanguageModel
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, SigmoidRouting
 from gdn_jax.parallel import context, lifeline, processes, sharding
@@ -279,7 +279,7 @@ def test_a_mesh_that_does_not_fit(tmp_path, folder, capsys):
 
 DIES = """
 import os, pathlib, signal, time
-from gdn_jax.tasks.next_byte import BytesTask
+from gdn_jax.training.tasks.next_byte import BytesTask
 
 saved, original = pathlib.Path({saved!r}), BytesTask.train_batch
 

@@ -13,9 +13,9 @@ from gdn_jax.bench import measure, passes
 from gdn_jax.bench.rows import Row, inputs
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.checks import check
-from gdn_jax.chunks.stages import Numerics
 from gdn_jax.models.costs import parameters
 from gdn_jax.parallel import exchange
+from gdn_jax.rule.chunks.stages import Numerics
 from gdn_jax.shapes import Dims
 
 DOCS = package.ROOT / "docs"

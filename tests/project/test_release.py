@@ -9,7 +9,7 @@ import pytest
 from release import package
 
 import gdn_jax
-from gdn_jax import cli
+from gdn_jax.commands import cli
 
 ROOT = package.ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

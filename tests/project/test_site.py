@@ -107,7 +107,7 @@ CHECKS_NOTHING = {
     "gdn_jax.models": {"Block", "LanguageModel", "NoDecayParam", "weight_decay_mask"},
     "gdn_jax.models.inference": {"for_inference", "for_decoding"},
     "gdn_jax.models.lora": {"merge_lora"},
-    "gdn_jax.analysis": {"memory_horizon"},
+    "gdn_jax.inspect.analysis": {"memory_horizon"},
     "gdn_jax.rules": {
         "Rule",
         "RuleInputs",
@@ -190,7 +190,7 @@ def referred(name):
         names = {TARGETS.get(x, x) for _, x in pairs} | {
             place.rpartition(".")[0] + "." + x for place, x in pairs
         }
-        new = {x for x in names if x in ENTRIES or x.startswith("gdn_jax.fused.")} - found
+        new = {x for x in names if x in ENTRIES or x.startswith("gdn_jax.parts.")} - found
         new = {x for x in new if definition(x)}
     return found
 

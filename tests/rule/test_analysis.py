@@ -14,8 +14,8 @@ from small_models import made
 from tolerances import FLOAT32, assert_close, rms_ratio, tolerance
 
 import gdn_jax
-from gdn_jax import analysis
 from gdn_jax.checks import cases, oracle
+from gdn_jax.inspect import analysis
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import AttentionConfig, ModelConfig
 

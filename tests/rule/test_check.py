@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import gdn_jax
-from gdn_jax import cli
 from gdn_jax.checks import cases, check
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import one_line
 
 SMALL = ("slow-decay", "no-decay")

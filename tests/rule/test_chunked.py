@@ -13,8 +13,8 @@ from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
-from gdn_jax.chunks import rows
 from gdn_jax.rule import chunked
+from gdn_jax.rule.chunks import rows
 
 
 @pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))

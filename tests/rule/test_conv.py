@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conv_oracle import conv_oracle
 
-from gdn_jax.conv import causal_conv1d, causal_conv1d_update
+from gdn_jax.parts.conv import causal_conv1d, causal_conv1d_update
 
 # float32: at most W + 1 = 5 additions, each off by 2^-24 of the sum of moduli, a few roundings of the SiLU,
 # and outputs near 1: 1e-6 absolute on values of unit size leaves a factor of 3.

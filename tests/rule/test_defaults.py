@@ -9,12 +9,12 @@ import pytest
 
 import gdn_jax
 from gdn_jax import gates, serving
-from gdn_jax.blocks import RMSNorm
-from gdn_jax.fused import norms
 from gdn_jax.hf import olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.models import generate
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
+from gdn_jax.parts import norms
 from gdn_jax.training.options import OptimizerOptions, RunOptions
 
 PAPER = "Yang, Kautz, Hatamizadeh 2024 (arXiv 2412.06464), and fla's layer and operation of it"

@@ -12,8 +12,8 @@ from tolerances import assert_close, bound, head_axis
 
 from gdn_jax import delta_rule
 from gdn_jax.checks import family_cases, family_oracle
-from gdn_jax.chunks import rows
 from gdn_jax.rule import channels as chunked
+from gdn_jax.rule.chunks import rows
 
 
 @pytest.mark.parametrize("stretch", [None, 64], ids=["whole", "stretches"])

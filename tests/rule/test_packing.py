@@ -11,8 +11,8 @@ import pytest
 from tolerances import assert_close, head_axis, tolerance
 
 import gdn_jax
-from gdn_jax import packing
 from gdn_jax.checks import cases, oracle
+from gdn_jax.rule import packing
 
 
 def _ownership(case, x):

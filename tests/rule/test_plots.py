@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import gdn_jax
-from gdn_jax import analysis, plots
 from gdn_jax.checks import cases
+from gdn_jax.inspect import analysis, plots
 
 
 @pytest.fixture
@@ -125,7 +125,9 @@ def test_plots_import_matplotlib_only_when_they_draw():
     import subprocess
     import sys
 
-    program = "import sys, gdn_jax.plots; assert not [m for m in sys.modules if m.startswith('matplotlib')]"
+    program = (
+        "import sys, gdn_jax.inspect.plots; assert not [m for m in sys.modules if m.startswith('matplotlib')]"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -16,9 +16,9 @@ from tolerances import FINITE_DIFFERENCES, assert_close, differences, head_axis,
 import gdn_jax
 from gdn_jax.checks import cases, oracle
 from gdn_jax.checks.check import value_and_gradients
-from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
-from gdn_jax.chunks.rows import RESIDUAL_NAMES
 from gdn_jax.rule import chunked
+from gdn_jax.rule.chunks.recurrence import INVERSE_NAME, STATES_NAME
+from gdn_jax.rule.chunks.rows import RESIDUAL_NAMES
 
 SMALL = {
     "plain": cases.Case("transform", T=20, B=2, heads=(1, 1, 2), K=6, V=5, chunk_size=16),

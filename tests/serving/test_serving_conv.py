@@ -6,7 +6,8 @@ import pytest
 from device_arrays import put
 from serving_cases import assert_same_bits, compiled
 
-from gdn_jax import conv, serving
+from gdn_jax import serving
+from gdn_jax.parts import conv
 
 BF16 = ml_dtypes.bfloat16
 D, W = 5, 4

@@ -13,10 +13,10 @@ from fused_harness import draws
 from fused_oracle import wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax.fused import mixer, norms
-from gdn_jax.fused.short_conv import KeyHeads
-from gdn_jax.fused.short_conv import short_conv as fused_short_conv
 from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.parts import mixer, norms
+from gdn_jax.parts.short_conv import KeyHeads
+from gdn_jax.parts.short_conv import short_conv as fused_short_conv
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     channel_gates,
@@ -82,7 +82,7 @@ KERNELS = (
 
 
 def interpret(monkeypatch) -> collections.Counter:
-    """`gdn_jax.fused` takes the kernels, interpreted, as on a GPU. Returns the counts of their calls by name."""
+    """`gdn_jax.parts` takes the kernels, interpreted, as on a GPU. Returns the counts of their calls by name."""
     calls = collections.Counter()
     monkeypatch.setattr(launch, "device_reason", lambda: None)
 
@@ -107,7 +107,7 @@ def joining_layer(implementation=None, **options):
 
 def plain_kernels(monkeypatch):
     """The plain forms of the convolution and of the gated norm in the place of their kernels, so that a CPU compiles
-    all of `fused.mixer`. Where the kernels leave memory as it is, there is NaN."""
+    all of `parts.mixer`. Where the kernels leave memory as it is, there is NaN."""
 
     def filtered(how, x, weight, fresh):
         segments = None if fresh is None else jnp.cumsum(fresh, axis=1)
@@ -155,7 +155,7 @@ def convolution(dtype, *, B, T, HV, heads=4, width=32, borders=None, normalize=T
 
 
 def check_one_operation(evaluate, close, *, B, T, heads, width, borders=None):
-    """Compares `fused.mixer` with float64. Its inside is shown by a rule that returns v as outputs, and its other
+    """Compares `parts.mixer` with float64. Its inside is shown by a rule that returns v as outputs, and its other
     arguments as the state.
 
     Args:

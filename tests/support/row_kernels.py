@@ -16,7 +16,7 @@ def near_one(draw, width: int):
 
 
 def experts(E: int, D: int, F: int, S: int, k: int, seed: int = 0):
-    """Arguments of `fused.experts.row_mixture` but for the shared expert's weight, and what it gives without one."""
+    """Arguments of `parts.experts.row_mixture` but for the shared expert's weight, and what it gives without one."""
     draw, random = draws(seed), np.random.default_rng(seed)
     row, weights = draw(1, D, dtype="bfloat16"), put(np.abs(draw(1, k)))
     chosen = put(random.permutation(E)[None, :k], "int32")
@@ -68,7 +68,7 @@ def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0
 
 
 def stream(D: int, F: int, dtype: str, seed: int = 0):
-    """Arguments of `fused.row_product.stream_product`, and s, the norm and the product."""
+    """Arguments of `parts.row_product.stream_product`, and s, the norm and the product."""
     draw = draws(seed)
     x, y, norm, weight = draw(1, D), draw(1, D, dtype="bfloat16"), near_one(draw, D), draw(F, D, dtype=dtype)
     s, n = fused_oracle.add_norm(x, y, norm, 1e-6)
@@ -76,7 +76,7 @@ def stream(D: int, F: int, dtype: str, seed: int = 0):
 
 
 def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
-    """Arguments of `fused.row_product.heads_product`, the gates behind other channels, and what it gives."""
+    """Arguments of `parts.row_product.heads_product`, the gates behind other channels, and what it gives."""
     draw = draws(seed)
     o, channels, norm = (
         draw(H, V, dtype="bfloat16"),
@@ -128,7 +128,7 @@ def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
 
 
 def delta_layer(H: int, K: int, D: int, parts: int, seed: int = 0):
-    """Arguments of `fused.delta_layer.delta_layer`, a layer of bounded gates, and what it gives: s, y, and the states
+    """Arguments of `parts.delta_layer.delta_layer`, a layer of bounded gates, and what it gives: s, y, and the states
     of the convolution and of the rule."""
     draw, keys, bound = draws(seed), H * K, -5.0
     F = 5 * keys + K  # the strengths' channels, and what fills them up

@@ -7,10 +7,10 @@ from flax import nnx
 from meshes import mesh_from
 
 from gdn_jax.models import LanguageModel, ModelConfig
-from gdn_jax.tasks.batch import Batch
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
 from gdn_jax.training.placement import Placement
+from gdn_jax.training.tasks.batch import Batch
 
 CONFIG = ModelConfig(
     vocab_size=32, hidden_size=16, num_layers=1, num_heads=8, head_dim=4, expand_v=1.0, intermediate_size=32,

@@ -4,11 +4,11 @@ import json
 
 import jax
 
-from gdn_jax import cli
-from gdn_jax.tasks.table import make_task
+from gdn_jax.commands import cli
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.tasks.table import make_task
 from gdn_jax.training.trainer import Trainer
 
 TINY = (

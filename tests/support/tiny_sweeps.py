@@ -1,8 +1,8 @@
 """The smallest sweep: its command, and its options for tests of its parts."""
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.tasks.options import ParityOptions
+from gdn_jax.training.tasks.options import ParityOptions
 
 TINY = (
     "--hidden-size 8 --num-layers 1 --num-heads 1 --head-dim 4 --dtype float32 --length 6 --test-lengths 6 9 "

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.sweeps import grid, ledger
 from gdn_jax.sweeps.ledger import LEDGER, Published
 from gdn_jax.sweeps.reproduce import ReproduceOptions, compared, sweep_of
-from gdn_jax.tasks.options import RecallOptions
 from gdn_jax.training import options as options_lib
+from gdn_jax.training.tasks.options import RecallOptions
 from results.pages.claims import CLAIMS
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 from tiny_sweeps import CONFIG, TINY, options, start
 
-from gdn_jax import cli
-from gdn_jax.commands import versions
+from gdn_jax.commands import cli, versions
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
 from gdn_jax.sweeps import grid, program, sweep
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.tasks.table import make_task
 from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.training.tasks.table import make_task
 from gdn_jax.training.trainer import Trainer
 
 

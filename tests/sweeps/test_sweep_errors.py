@@ -7,7 +7,7 @@ import re
 import pytest
 from tiny_sweeps import CONFIG, start
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.sweeps import grid, summary
 

@@ -11,17 +11,17 @@ from tiny_sweeps import options
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.files import JsonLines
+from gdn_jax.inspect.plots import STYLES
 from gdn_jax.models import ModelConfig
-from gdn_jax.plots import STYLES
 from gdn_jax.sweeps import grid, program, sweep
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.sweeps.scoring import shared
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.options import RecallOptions
-from gdn_jax.tasks.table import make_task
 from gdn_jax.training import mixers, steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.options import RecallOptions
+from gdn_jax.training.tasks.table import make_task
 from gdn_jax.training.trainer import Trainer
 
 

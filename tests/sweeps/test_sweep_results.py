@@ -5,14 +5,14 @@ import pytest
 from matplotlib.figure import Figure
 from tiny_sweeps import options
 
-from gdn_jax.plots import COLORS, STYLES, retrieval_curves, style_of
+from gdn_jax.inspect.plots import COLORS, STYLES, retrieval_curves, style_of
 from gdn_jax.sweeps import figure as figure_lib
 from gdn_jax.sweeps import grid, report, summary
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.tasks.options import ParityOptions
-from gdn_jax.tasks.table import make_task
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.tasks.options import ParityOptions
+from gdn_jax.training.tasks.table import make_task
 
 
 def test_one_seed_has_no_spread(tmp_path):

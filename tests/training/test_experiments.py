@@ -25,17 +25,17 @@ from tiny_runs import TINY, metrics, train
 
 import gdn_command
 import gdn_jax
-from gdn_jax import cli
-from gdn_jax.blocks import weight_decay_mask
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.interrupts import listen
+from gdn_jax.layers.blocks import weight_decay_mask
 from gdn_jax.sweeps.options import PRESETS
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.options import TextOptions
 from gdn_jax.training import memory, steps, trainer
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.options import TextOptions
 
 # --- the step
 

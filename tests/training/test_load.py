@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 from tiny_runs import TINY, train
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.locks import owned
 from gdn_jax.inspect.evaluate import bits_per_byte, trained_on
 from gdn_jax.models import generate
-from gdn_jax.tasks import text
 from gdn_jax.training.load import load_run
+from gdn_jax.training.tasks import text
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ from typing import Annotated, get_args, get_type_hints
 
 import pytest
 
-from gdn_jax import bench, checks, inspect, sweeps, tasks, training
+from gdn_jax import bench, checks, inspect, sweeps, training
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError
+from gdn_jax.training import tasks
 
 
 def option_classes():

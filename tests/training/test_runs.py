@@ -16,16 +16,16 @@ import pytest
 from flax import nnx
 from tiny_runs import TINY_TEXT, error_line, final_state, metrics, resume, train, tree
 
-from gdn_jax import cli, products
-from gdn_jax.commands import files
-from gdn_jax.tasks import text
-from gdn_jax.tasks.next_byte import BytesTask
-from gdn_jax.tasks.table import make_task
+from gdn_jax.commands import cli, files
+from gdn_jax.parts import products
 from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.load import load_run
 from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.tasks import text
+from gdn_jax.training.tasks.next_byte import BytesTask
+from gdn_jax.training.tasks.table import make_task
 from gdn_jax.training.trainer import Trainer
 
 

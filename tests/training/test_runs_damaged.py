@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import error_line, final_state, metrics, resume, train, tree
 
-from gdn_jax import cli
+from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.training.load import load_run
 from gdn_jax.training.runs import RunFolder

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from gdn_jax import cli
-from gdn_jax.tasks import recall, state_tracking, text
-from gdn_jax.tasks.options import (
+from gdn_jax.commands import cli
+from gdn_jax.training.options import TASKS
+from gdn_jax.training.tasks import recall, state_tracking, text
+from gdn_jax.training.tasks.options import (
     CopyOptions,
     NeedleOptions,
     PalindromeOptions,
@@ -19,8 +20,7 @@ from gdn_jax.tasks.options import (
     RecallOptions,
     StackOptions,
 )
-from gdn_jax.tasks.table import make_task
-from gdn_jax.training.options import TASKS
+from gdn_jax.training.tasks.table import make_task
 
 
 @pytest.mark.parametrize("length, vocab_size, num_pairs", [(16, 8, 4), (64, 64, 8), (32, 512, 1)])

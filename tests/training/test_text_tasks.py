@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.tasks import ngrams, sentence, text
-from gdn_jax.tasks.next_byte import BytesTask
-from gdn_jax.tasks.options import (
+from gdn_jax.training.tasks import ngrams, sentence, text
+from gdn_jax.training.tasks.next_byte import BytesTask
+from gdn_jax.training.tasks.options import (
     SentenceOptions,
     TextOptions,
 )
-from gdn_jax.tasks.table import make_task
+from gdn_jax.training.tasks.table import make_task
 
 
 def test_split_holds_out_whole_files_and_is_stable(folder):

@@ -5,8 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME
 from gdn_jax.rule.call import Arrays, Call, RuleAxes
+from gdn_jax.rule.chunks.recurrence import INVERSE_NAME, STATES_NAME
 from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 # The kernels' own records, which are imported inside calls.

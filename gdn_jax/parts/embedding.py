@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import fused_op, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.parts.kernels import fused_op, run, token_axes, usable
 
 
 def embed(

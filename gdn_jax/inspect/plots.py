@@ -1,4 +1,4 @@
-"""Figures of `gdn_jax.analysis`: one function per figure, arrays in, matplotlib Axes out.
+"""Figures of `gdn_jax.inspect.analysis`: one function per figure, arrays in, matplotlib Axes out.
 
 Every function draws on `ax`, or on a new figure where that is None, and returns the Axes. matplotlib comes with the
 extra `gdn-jax[experiments]` and is imported by the first figure. Colours are those of Okabe and Ito, and for rules
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gdn_jax.analysis import apply_householder, effective_rank, layer_half_lives
+from gdn_jax.inspect.analysis import apply_householder, effective_rank, layer_half_lives
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#777777"

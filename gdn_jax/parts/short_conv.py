@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.conv import causal_conv1d, last_inputs, segment_starts
-from gdn_jax.fused.kernels import fused_op, run, usable
 from gdn_jax.gates import l2norm
 from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.parts.conv import causal_conv1d, last_inputs, segment_starts
+from gdn_jax.parts.kernels import fused_op, run, usable
 
 
 class KeyHeads(NamedTuple):

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from gdn_jax import models
-from gdn_jax.tasks import ngrams, text
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.options import TextOptions, prompt_bytes
-from gdn_jax.tasks.task import Task
+from gdn_jax.training.tasks import ngrams, text
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.options import TextOptions, prompt_bytes
+from gdn_jax.training.tasks.task import Task
 
 
 class BytesTask(Task):

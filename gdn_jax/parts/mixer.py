@@ -21,13 +21,12 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.conv import last_inputs, segment_starts
-from gdn_jax.fused.eight_bits import gated_norm, takes_cotangent, takes_gated_norm
-from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.norms import GatedNorm, gated_norm_gradients, gated_norm_kernel
-from gdn_jax.fused.short_conv import KeyHeads, filtered, filtered_gradients
 from gdn_jax.gates import log_decay, write_strength
-from gdn_jax.products import (
+from gdn_jax.parts.conv import last_inputs, segment_starts
+from gdn_jax.parts.eight_bits import gated_norm, takes_cotangent, takes_gated_norm
+from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.norms import GatedNorm, gated_norm_gradients, gated_norm_kernel
+from gdn_jax.parts.products import (
     PLAIN,
     Addend,
     Prepared,
@@ -41,6 +40,7 @@ from gdn_jax.products import (
     rounded,
     times,
 )
+from gdn_jax.parts.short_conv import KeyHeads, filtered, filtered_gradients
 
 
 class Mixer(NamedTuple):
@@ -57,7 +57,7 @@ class Mixer(NamedTuple):
     rule: Callable[..., tuple[Array, Array | None]]
     """From q, k, v, g, beta and `segment_ids` to outputs and final states, or None."""
     product: Any = PLAIN
-    """How projections are multiplied, of `gdn_jax.products`."""
+    """How projections are multiplied, of `gdn_jax.parts.products`."""
 
     @property
     def before(self) -> int:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.token import is_whole
+from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.token import is_whole
 
 
 class Latents(NamedTuple):

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
-from gdn_jax.conv import causal_conv1d_update
-from gdn_jax.fused.kernels import fused_op, run, trusted_whole, usable
-from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
+from gdn_jax.parts.conv import causal_conv1d_update
+from gdn_jax.parts.kernels import fused_op, run, trusted_whole, usable
+from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.rule.definition import recurrent_step
 from gdn_jax.shapes import split_heads
 

@@ -12,8 +12,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import fused_op, inner_axes, run, token_axes, usable
 from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.parts.kernels import fused_op, inner_axes, run, token_axes, usable
 from gdn_jax.shapes import ArgumentError, accumulation_dtype, check_choice
 
 

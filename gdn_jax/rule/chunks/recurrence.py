@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.chunks.stages import Numerics, solve_tril
+from gdn_jax.rule.chunks.stages import Numerics, solve_tril
 
 INVERSE_NAME = "gdn_inverse"
 STATES_NAME = "gdn_states"

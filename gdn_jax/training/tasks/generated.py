@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 from gdn_jax import models
-from gdn_jax.tasks import copying, needle, recall, sentence, stacks, state_tracking, text
-from gdn_jax.tasks.batch import Batch
-from gdn_jax.tasks.options import (
+from gdn_jax.training.tasks import copying, needle, recall, sentence, stacks, state_tracking, text
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.options import (
     CopyOptions,
     NeedleOptions,
     ParityOptions,
@@ -20,7 +20,7 @@ from gdn_jax.tasks.options import (
     SentenceOptions,
     StackOptions,
 )
-from gdn_jax.tasks.task import Task
+from gdn_jax.training.tasks.task import Task
 
 _TRAINING_SET = 2**16
 """Purpose of the keys of a training set of fixed size; those of its kinds of batches follow."""

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.experts import FEW, SharedExpert, plain_row_mixture
-from gdn_jax.fused.kernels import fused_op, kernels_run, run
-from gdn_jax.fused.parts import Parts, addends
-from gdn_jax.fused.token import is_whole
+from gdn_jax.parts.experts import FEW, SharedExpert, plain_row_mixture
+from gdn_jax.parts.kernels import fused_op, kernels_run, run
+from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Choice
 
 
@@ -31,7 +31,7 @@ def choose(
       x: scores, float32.
       bias: what is added to sigmoids to choose by, float32.
       choice: how many, and from what.
-      implementation: as for `fused.kernels.kernels_run`.
+      implementation: as for `parts.kernels.kernels_run`.
 
     Returns:
       Weights in x's dtype and numbers int32, the expert with the largest sum first, of equal ones the first, and
@@ -161,7 +161,7 @@ def routed_stream(
 ) -> tuple[Float[Array, "*S D"], Parts]:
     """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
-    `choose` gives these for the scores n router^T, and `fused.experts.mixture` their sum; the shared expert is added.
+    `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added.
     The result can be differentiated once, in reverse.
 
     Args:
@@ -170,11 +170,11 @@ def routed_stream(
       norm: weight of the norm, float32.
       router: float32.
       bias: as for `choose`.
-      gate_up, down: as for `fused.experts.mixture`.
+      gate_up, down: as for `parts.experts.mixture`.
       shared: an expert that every token has.
       choice: as for `choose`.
       eps: of the norm.
-      ahead: as for `fused.row_product.stream_product`.
+      ahead: as for `parts.row_product.stream_product`.
 
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.

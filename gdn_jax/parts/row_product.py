@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.conv import causal_conv1d_update
-from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.parts import Parts, addends
-from gdn_jax.fused.token import is_whole
+from gdn_jax.parts.conv import causal_conv1d_update
+from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Convolution
 
 

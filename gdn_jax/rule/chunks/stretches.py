@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax import packing
-from gdn_jax.chunks.recurrence import States, Transition, solve_states
-from gdn_jax.chunks.rows import RESIDUAL_NAMES, Row
-from gdn_jax.chunks.stages import Numerics
+from gdn_jax.rule import packing
+from gdn_jax.rule.chunks.recurrence import States, Transition, solve_states
+from gdn_jax.rule.chunks.rows import RESIDUAL_NAMES, Row
+from gdn_jax.rule.chunks.stages import Numerics
 from gdn_jax.shapes import split_heads
 
 

@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Array, Int
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.tasks import generated, next_byte, next_token
-from gdn_jax.tasks.options import TaskOptions, TokensOptions
-from gdn_jax.tasks.task import Task
+from gdn_jax.training.tasks import generated, next_byte, next_token
+from gdn_jax.training.tasks.options import TaskOptions, TokensOptions
+from gdn_jax.training.tasks.task import Task
 
 
 def make_task(options: TaskOptions, batch_size: int, seed: int = 0) -> Task:

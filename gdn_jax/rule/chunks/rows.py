@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gdn_jax import packing
-from gdn_jax.chunks.recurrence import INVERSE_NAME, STATES_NAME, States, Transition, solve_states
-from gdn_jax.chunks.stages import Numerics
+from gdn_jax.rule import packing
+from gdn_jax.rule.chunks.recurrence import INVERSE_NAME, STATES_NAME, States, Transition, solve_states
+from gdn_jax.rule.chunks.stages import Numerics
 from gdn_jax.shapes import split_heads
 
 RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME)

@@ -5,7 +5,7 @@ import copy
 from jaxtyping import Array, PyTree
 
 from gdn_jax import models
-from gdn_jax.tasks.batch import Batch
+from gdn_jax.training.tasks.batch import Batch
 
 
 class Task:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax.chunks.decay import ChunkDecay
+from gdn_jax.rule.chunks.decay import ChunkDecay
 from gdn_jax.shapes import accumulation_dtype
 
 # Rows of solve_tril's first blocks: unrolled substitution costs their square in operations of the program.

@@ -1,7 +1,7 @@
 """Views of a gated delta rule at work: attention maps, half-lives, retrieval, spectra, gates, Householder geometry.
 
 Pure functions of arrays, computed in float32 (float64 when an argument is). Functions of many operations are
-compiled, a program for each shape. Pictures of the results are drawn by `gdn_jax.plots`.
+compiled, a program for each shape. Pictures of the results are drawn by `gdn_jax.inspect.plots`.
 """
 
 import math
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.chunks.decay import chunk_cumsum
-from gdn_jax.chunks.stages import Numerics, kkt
 from gdn_jax.gates import l2norm
+from gdn_jax.rule.chunks.decay import chunk_cumsum
+from gdn_jax.rule.chunks.stages import Numerics, kkt
 from gdn_jax.rule.definition import recurrent_step
 from gdn_jax.shapes import accumulation_dtype, check_array, rule_dims, split_heads
 

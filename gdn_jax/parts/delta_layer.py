@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.channel_token import ChannelGates, ChannelToken, plain_token
-from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.parts import Parts, addends
-from gdn_jax.fused.row_product import Stream, plain_heads, plain_stream
-from gdn_jax.fused.token import is_whole
+from gdn_jax.parts.channel_token import ChannelGates, ChannelToken, plain_token
+from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.row_product import Stream, plain_heads, plain_stream
+from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Convolution
 
 

@@ -14,8 +14,8 @@ from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, stop_tokens
-from gdn_jax.tasks import next_byte, ngrams, text
-from gdn_jax.tasks.options import TokensOptions, prompt_text
+from gdn_jax.training.tasks import next_byte, ngrams, text
+from gdn_jax.training.tasks.options import TokensOptions, prompt_text
 
 COUNTED = 131072
 """Held-out bytes that the tables of counts are scored on, at most."""

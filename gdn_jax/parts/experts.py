@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import fused_op, kernels_run, run, usable
-from gdn_jax.fused.parts import Parts
-from gdn_jax.fused.token import is_whole
 from gdn_jax.partitioning import expected_shards, lie_on_explicit_axes
+from gdn_jax.parts.kernels import fused_op, kernels_run, run, usable
+from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.unsummed import Parts
 
 FEW = 128
 """Rows up to which to read the weights of an expert takes longer than to multiply by them."""
@@ -39,7 +39,7 @@ def mixture(
       chosen: numbers of the experts, below E, those of a row all different.
       gate_up: both branches of every expert side by side.
       down: their projections down.
-      implementation: as for `fused.kernels.kernels_run`; "mosaic_gpu" warns where the kernels take no such arrays.
+      implementation: as for `parts.kernels.kernels_run`; "mosaic_gpu" warns where the kernels take no such arrays.
 
     Returns:
       [N, D] float32 (float64 when a weight is). Numerics: the result of an expert is rounded to the dtype of rows, by

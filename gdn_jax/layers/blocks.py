@@ -16,13 +16,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.fused import eight_bits
-from gdn_jax.fused.kernels import FEW_ROWS, kernels_run
-from gdn_jax.fused.norms import add_norm
-from gdn_jax.fused.parts import Parts
-from gdn_jax.fused.swiglu import gated
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
-from gdn_jax.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
+from gdn_jax.parts import eight_bits
+from gdn_jax.parts.kernels import FEW_ROWS, kernels_run
+from gdn_jax.parts.norms import add_norm
+from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
+from gdn_jax.parts.swiglu import gated
+from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -142,7 +142,7 @@ class RMSNorm(nnx.Module):
       dtype: dtype of the result; the input's when None.
       param_dtype: dtype of the weight [features], which starts at 1 and is a `NoDecayParam`.
       zero_centred: multiply by 1 + weight, which starts at 0.
-      implementation: as for `fused.norms.add_norm`.
+      implementation: as for `parts.norms.add_norm`.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class SwiGLU(nnx.Module):
       intermediate_size: width in between.
       dtype, param_dtype: compute and parameter dtype.
       kernel_init, out_kernel_init: initialisers of gate and up, and of down.
-      implementation: as for `fused.swiglu.swiglu`.
+      implementation: as for `parts.swiglu.swiglu`.
       rngs: source of the initial weights.
     """
 
@@ -317,7 +317,7 @@ def width_of(linear: Projection) -> int:
 
 
 def set_product(part: nnx.Module, product: Any) -> None:
-    """Makes the projections of a module multiply by a product of `gdn_jax.products`, in place."""
+    """Makes the projections of a module multiply by a product of `gdn_jax.parts.products`, in place."""
     for _, inner in nnx.iter_modules(part):
         if isinstance(inner, nnx.Linear):
             inner.dot_general = product

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import FEW_ROWS, fused_op, kernels_run, run, token_axes, usable
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
-from gdn_jax.products import (
+from gdn_jax.parts.kernels import FEW_ROWS, fused_op, kernels_run, run, token_axes, usable
+from gdn_jax.parts.products import (
     COLUMNS,
     PLAIN,
     Addend,
@@ -69,7 +69,7 @@ def swiglu(
       x: input [.., D], any floating dtype.
       gate_kernel, up_kernel: projections [D, F], any floating dtype, used in x's.
       down_kernel: projection [F, E], likewise.
-      product: how they are multiplied, of `gdn_jax.products`. Only in the dtype of x do kernels multiply, too.
+      product: how they are multiplied, of `gdn_jax.parts.products`. Only in the dtype of x do kernels multiply, too.
       implementation: None takes a kernel where there is one (a GPU of compute capability 9.0), "chunked" and
         "recurrent" do not. "mosaic_gpu" is None with a warning where more than `FEW_ROWS` rows have none.
 
@@ -103,7 +103,7 @@ def swiglu(
 
 
 def _multiplied_by(product: Any, given, gate_kernel, up_kernel, down_kernel) -> Float[Array, "*S E"] | Addend:
-    """The SwiGLU by kernels, whose projections are multiplied by a product of `gdn_jax.products`."""
+    """The SwiGLU by kernels, whose projections are multiplied by a product of `gdn_jax.parts.products`."""
     x = array_of(given)
     more = -gate_kernel.shape[1] % COLUMNS  # whole tiles of 8-bit operands
     gate_kernel, up_kernel = (jnp.pad(w, ((0, 0), (0, more))) for w in (gate_kernel, up_kernel))

@@ -1,6 +1,6 @@
 """The step of generation with a decay of each channel: one token of every row on states that kernels change in place.
 
-It is to Kimi Delta Attention what `fused.token.mix_token` is to the gated delta rule.
+It is to Kimi Delta Attention what `parts.token.mix_token` is to the gated delta rule.
 """
 
 from typing import Any, NamedTuple
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.conv import causal_conv1d_update
-from gdn_jax.fused.kernels import fused_op, usable
-from gdn_jax.fused.short_conv import split_normalized
 from gdn_jax.gates import channel_log_decay, l2norm, write_strength
+from gdn_jax.parts.conv import causal_conv1d_update
+from gdn_jax.parts.kernels import fused_op, usable
+from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.rule.definition import channel_step
 from gdn_jax.shapes import split_heads
 
@@ -56,8 +56,8 @@ def has_kernels(token: ChannelToken, gates: ChannelGates, implementation: str | 
     """Whether the kernels take a call of `mix_channel_token`, from the shapes of its arrays.
 
     Args:
-      token: arrays for which `fused.token.is_whole` is true.
-      implementation: as for `fused.token.has_kernel`.
+      token: arrays for which `parts.token.is_whole` is true.
+      implementation: as for `parts.token.has_kernel`.
     """
     from pallas_kernels.decode import conv_update, step
 

@@ -3,8 +3,8 @@
 The norm of the residual stream writes its result in 8 bits, too, and its derivative the cotangent of what was added
 to the stream; the gated norm writes nothing else. So no kernel reads these arrays once more to round them.
 
-A scale is that of a sample of the tokens, as in `gdn_jax.products`, here worked out before the kernel runs. That of a
-norm is known: no number of it is larger than the root of the width.
+A scale is that of a sample of the tokens, as in `gdn_jax.parts.products`, here worked out before the kernel runs. The
+scale of a norm is known: no number of it is larger than the root of the width.
 """
 
 import math
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import fused_op, kernels_run
-from gdn_jax.fused.norms import GatedNorm, plain_gated_norm
 from gdn_jax.partitioning import expected_shards
-from gdn_jax.products import Addend, Float8, Operand, Prepared, array_of, sample, scale_of_sample
+from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.norms import GatedNorm, plain_gated_norm
+from gdn_jax.parts.products import Addend, Float8, Operand, Prepared, array_of, sample, scale_of_sample
 
 
 def takes_norm(
@@ -45,7 +45,7 @@ def takes_cotangent(x: Float[Array, "*S D"] | jax.ShapeDtypeStruct, dtype: Any) 
 def add_norm(
     policy: Float8, x: Float[Array, "*S D"], y: Any, *, eps: float, dtype: Any
 ) -> tuple[Float[Array, "*S D"], Prepared]:
-    """`fused.norms.add_norm` without a weight, for a call that `takes_norm` accepts: the stream, and n `Prepared`.
+    """`parts.norms.add_norm` without a weight, for a call that `takes_norm` accepts: the stream, and n `Prepared`.
 
     Args:
       policy: of the products that read n.

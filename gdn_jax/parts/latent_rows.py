@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.fused.kernels import fused_op, kernels_run, run
 from gdn_jax.partitioning import lie_on_explicit_axes
+from gdn_jax.parts.kernels import fused_op, kernels_run, run
 from gdn_jax.shapes import accumulation_dtype
 
 
@@ -32,7 +32,7 @@ def latent_rows(
       c, k: the cache of S slots, of q's dtype. What the slots after `length` hold does not matter.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
       scale: factor of the scores.
-      implementation: as for `fused.kernels.kernels_run`.
+      implementation: as for `parts.kernels.kernels_run`.
 
     Returns:
       o in q's dtype. Numerics: scores and softmax in float32 (float64 of such arrays), weights rounded to c's dtype.

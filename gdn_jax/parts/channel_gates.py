@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.fused.kernels import fused_op, run, token_axes, usable
 from gdn_jax.gates import channel_log_decay
 from gdn_jax.partitioning import on_explicit_shards
+from gdn_jax.parts.kernels import fused_op, run, token_axes, usable
 
 
 def channel_gates(
