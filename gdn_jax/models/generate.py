@@ -19,10 +19,14 @@ from gdn_jax.models.decoder import Cache, LanguageModel
 from gdn_jax.models.inference import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.models.structure import split
-from gdn_jax.shapes import check_array
+from gdn_jax.serving.arguments import check_values
+from gdn_jax.shapes import check_array, check_integer, check_whole
 
 MIN_LENGTH = 16
 """Prompts are padded to at least this length: a pass over so few tokens costs little, a compilation seconds."""
+
+MOST_TOKENS = 2**31 - 1
+"""New tokens of a call at most: places of tokens are numbers of 32 bits."""
 
 OnToken = Callable[[np.ndarray], Any]
 """Listener to every step: it is called with the new tokens [B], and returns True to stop."""
@@ -52,8 +56,10 @@ def generate(
 
     Args:
       model: the model.
-      prompt: [B, T] integers, T >= 1.
-      num_tokens: how many to append, at least 1.
+      prompt: [B, T] tokens, T >= 1, of a dtype that holds every token of the model. Tokens outside of the vocabulary
+        are an error where they are known (a NumPy array) or with `gdn_jax.debug_checks`; under padding
+        any number may stand.
+      num_tokens: how many to append, 1 to MOST_TOKENS.
       mask: True at tokens, False at padding on the left or right of a prompt (each row needs a token).
       rng: key of the draws; needed where temperature > 0.
       temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
@@ -76,13 +82,13 @@ def generate(
         check_array("mask", mask, prompt.shape, "B T")
     if prompt.shape[1] == 0:
         raise ValueError("prompt: expected at least one token, got T = 0")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
+    check_whole("num_tokens", num_tokens, 1, MOST_TOKENS)
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected 0 or more, got {temperature}")
     if temperature > 0 and rng is None:
         raise ValueError(f"rng: expected a key with temperature = {temperature}, got None")
     vocab_size = model.config.vocab_size
+    _check_tokens(prompt, mask, vocab_size)
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"top_k: expected 1 to vocab_size = {vocab_size}, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -106,6 +112,22 @@ def generate(
             structure, params, prompt, mask, key, sampling, stops, listener, num_tokens=num_tokens
         )
         return tokens if listener is None else jax.block_until_ready(tokens)
+
+
+def _check_tokens(prompt, mask, vocab_size: int) -> None:
+    """Raises ValueError for a dtype without room for a token, and for known tokens that the model does not have."""
+    check_integer("prompt", prompt)
+    if np.iinfo(prompt.dtype).max < vocab_size - 1:  # drawn tokens, which have its dtype, would wrap
+        raise ValueError(
+            f"prompt: expected a dtype for tokens below vocab_size = {vocab_size}, got {prompt.dtype}"
+        )
+
+    def check(prompt, mask=True):
+        wrong = prompt[((prompt < 0) | (prompt >= vocab_size)) & mask]
+        if wrong.size:
+            raise ValueError(f"prompt: expected tokens from 0 to {vocab_size - 1}, got {wrong[0]}")
+
+    check_values(check, prompt, *(() if mask is None else (mask,)))
 
 
 def _round_up(prompt, mask):

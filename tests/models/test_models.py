@@ -395,7 +395,11 @@ def test_call_errors(model):
         ("prompt: expected shape", lambda: generate(model, prompt[0], 3)),
         ("prompt: expected at least one token", lambda: generate(model, prompt[:, :0], 3)),
         ("mask: expected shape", lambda: generate(model, prompt, 3, mask=np.ones((2, 4), bool))),
-        ("num_tokens: expected at least 1, got 0", lambda: generate(model, prompt, 0)),
+        ("num_tokens: expected 1 to 2147483647, got 0", lambda: generate(model, prompt, 0)),
+        ("num_tokens: expected 1 to 2147483647, got 10000000000", lambda: generate(model, prompt, 10**10)),
+        ("prompt: expected an integer dtype", lambda: generate(model, prompt.astype(np.float32), 3)),
+        ("prompt: expected tokens from 0 to 30, got -1", lambda: generate(model, prompt - 1, 3)),
+        ("prompt: expected tokens from 0 to 30, got 31", lambda: generate(model, prompt + 31, 3)),
         ("temperature: expected 0 or more, got -1", lambda: generate(model, prompt, 3, temperature=-1.0)),
         ("rng: expected a key with temperature = 1", lambda: generate(model, prompt, 3, temperature=1.0)),
         ("top_k: expected 1 to vocab_size = 31, got 32", lambda: generate(model, prompt, 3, top_k=32)),
@@ -403,3 +407,14 @@ def test_call_errors(model):
     for message, run in calls:
         with pytest.raises(ValueError, match=message):
             run()
+    # Drawn tokens have the prompt's dtype, in which a larger one would wrap.
+    larger = made(ModelConfig(vocab_size=300, hidden_size=8, num_layers=1, num_heads=1, head_dim=4))
+    with pytest.raises(ValueError, match="dtype for tokens below vocab_size = 300, got uint8"):
+        generate(larger, prompt.astype(np.uint8), 3)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_numbers_under_padding_are_no_tokens(model):
+    prompt, mask = np.array([[3, 4, 5, -1]]), np.array([[True, True, True, False]])
+    padded = generate(model, prompt, 4, mask=mask)
+    np.testing.assert_array_equal(padded, generate(model, prompt[:, :3], 4))
