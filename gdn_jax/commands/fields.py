@@ -78,6 +78,7 @@ Seed = Range("0 or more and less than 2**32", lambda x: 0 <= x < 2**32, bits=32)
 Distinct = Several()
 Repeated = Several(repeats=True)
 PerStart = Mark("It belongs to one start of a run and is not stored.")
+Later = Mark("Runs of earlier versions have not stored it, and had the default.")
 MayChange = Mark("A resumed run may have another value than the stored one.")
 
 

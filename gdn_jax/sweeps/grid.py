@@ -54,7 +54,7 @@ def lines(folder: Path, metric: str) -> JsonLines:
 
 def _expected(validation: str, test: str, record: dict[str, Any]) -> str | None:
     """Says what a line of runs.jsonl should hold and does not, if anything."""
-    found = {"curve": None, **dict.fromkeys(Start._fields)} | record
+    found = {"curve": None, f"{test}_by": {}, **dict.fromkeys(Start._fields)} | record
     score = "a number or null"
     wanted = {
         "mixer": ("a mixer of this version", lambda x: isinstance(x, str) and x in MIXERS),
@@ -62,6 +62,7 @@ def _expected(validation: str, test: str, record: dict[str, Any]) -> str | None:
         **dict.fromkeys(("seed", "scale", "parameters"), ("a whole number", lambda x: type(x) is int)),
         **dict.fromkeys((*Start._fields, "val_loss", validation), (score, _is_score)),
         test: ("scores by size", _are_scores),
+        f"{test}_by": ("scores of slices by size", _are_slices),
         "wall": ("seconds", lambda x: isinstance(x, dict) and _is_number(x.get("seconds"))),
         "curve": ("a learning curve", _is_curve),
     }
@@ -80,6 +81,15 @@ def _is_score(x: Any) -> bool:
 
 def _are_scores(x: Any) -> bool:
     return isinstance(x, dict) and bool(x) and all(n.isdecimal() and _is_score(x[n]) for n in x)
+
+
+def _are_slices(x: Any) -> bool:
+    """Whether something is as `slices.table` makes it; runs of earlier versions and other tasks have none."""
+    return isinstance(x, dict) and all(
+        isinstance(sizes, dict)
+        and all(n.isdecimal() and isinstance(y, list) and all(map(_is_score, y)) for n, y in sizes.items())
+        for sizes in x.values()
+    )
 
 
 def _is_curve(x: Any) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gdn_jax.commands.errors import RunError, fail
-from gdn_jax.commands.fields import Distinct, PerStart, Positive, Range, Seed
+from gdn_jax.commands.fields import Distinct, Later, PerStart, Positive, Range, Seed
 from gdn_jax.commands.files import parse_json, read_file
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
@@ -87,6 +87,8 @@ class GridOptions:
     """Runs of a mixer that advance side by side in one program. More use a GPU better."""
     deterministic: bool = True
     """On a GPU, leave out operations that do not repeat bit for bit."""
+    keep_weights: Annotated[bool, Later] = False
+    """Keep the weights of every run in the folder `weights`; `gdn_jax.sweeps.weights.load` reads its model."""
 
     def runs(self) -> int:
         """Returns the number of runs, without listing them."""

@@ -17,6 +17,7 @@ from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.scoring import Scored
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS
+from gdn_jax.training.slices import Slice
 from gdn_jax.training.steps import Sums, TrainState
 from gdn_jax.training.tasks.task import Task
 
@@ -85,9 +86,9 @@ class Program:
         state = self._advance(runs.seed, runs.lr, runs.state, first, last, self._data)
         return runs._replace(state=jax.block_until_ready(state))
 
-    def score(self, runs: Runs, sets: list[Scored]) -> dict[str, list[tuple[float, float]]]:
-        """Mean loss and accuracy of every run in every set."""
-        sums: dict[str, list[Sums]] = {}
+    def score(self, runs: Runs, sets: list[Scored]) -> dict[str | Slice, list[tuple[float, float]]]:
+        """Mean loss and accuracy of every run in every set and slice; NaN where nothing counts."""
+        sums: dict[str | Slice, list[Sums]] = {}
         for scored in sets:
             places = scored.places() if self._vocab_size >= _LARGE_VOCABULARY else None
             got = jax.device_get(self._score(runs.state.params, scored.batch, scored.weights, places))

@@ -7,11 +7,15 @@ The folder of a sweep:
                    after a resume
     table.md       the task's metric by mixer, scale and size of the test, at the learning rate with the lowest
                    validation loss: how many seeds have learned, and the mean of those with its 95 % interval
+    weights/       with --keep-weights those of every run, see `weights`
     figure.png     the same; or the learning curves, where the grid varies what runs start with
 
 A run is a function of its mixer, scale, learning rate, start and seed: it is lost when interrupted and made again.
 Runs of a mixer at a scale share one compiled program, in which seed, learning rate and start are arguments and
 `together` of them advance side by side.
+
+Of recall a line has the accuracy of slices of each test, too: `test_accuracy_by.place` by the place of the pair among
+those written, `test_accuracy_by.order` by the order of the questions; see `recall.slices`.
 
 With --curve-every a line of runs.jsonl has the run's learning curve: `curve.steps`, and `curve.loss` and
 `curve.accuracy` of the validation sequences of each kind, such as those of 4 pairs.
@@ -39,7 +43,7 @@ from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import Taken, alone, owned
 from gdn_jax.commands.versions import commit, versions
-from gdn_jax.sweeps import grid, report, summary
+from gdn_jax.sweeps import grid, report, summary, weights
 from gdn_jax.sweeps.grid import Run, as_run, count, wanted
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.program import Program, Runs, make_start
@@ -48,6 +52,7 @@ from gdn_jax.sweeps.scoring import shared
 from gdn_jax.training import memory
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.runs import RunFolder, check_free
+from gdn_jax.training.slices import Slice, split, table
 from gdn_jax.training.tasks.table import check_same_data, make_task
 from gdn_jax.training.tasks.task import Task
 
@@ -78,7 +83,8 @@ class Sweep:
             sets = {name: [batch.pad(max(lengths)) for batch in batches] for name, batches in sets.items()}
         rows = max(1, min(size, _SCORED // max(lengths)))
         self.sets = shared(
-            {name: [x for batch in batches for x in batch.cut(rows)] for name, batches in sets.items()}
+            {name: [x for batch in batches for x in batch.cut(rows)] for name, batches in sets.items()},
+            lambda name, batch: {} if name == "val" else split(task, int(name), batch),
         )
         kinds: dict[str, list] = {}
         names = task.kind_names()
@@ -171,8 +177,14 @@ class Sweep:
         scores = program.score(runs, self.sets)
         seconds, self.longest = time.monotonic() - begin, stepping
         for r, run in enumerate(group[:count]):
+            if self.options.sweep.keep_weights:
+                weights.save(
+                    self.lines.path.parent, run, jax.tree.map(lambda x, r=r: x[r], runs.state.params)
+                )
             metric = self.task.metric
-            values = {name: self.task.metrics(*score[r])[metric] for name, score in scores.items()}
+            found = {name: self.task.metrics(*score[r])[metric] for name, score in scores.items()}
+            by = table({name: value for name, value in found.items() if isinstance(name, Slice)})
+            values = {name: value for name, value in found.items() if isinstance(name, str)}
             values = {name: value if math.isfinite(value) else None for name, value in values.items()}
             loss, validation = scores["val"][r][0], values.pop("val")
             record = {
@@ -182,6 +194,7 @@ class Sweep:
                 f"test_{metric}": values,
                 "parameters": program.parameters,
                 "commit": self.commit,
+                **({f"test_{metric}_by": by} if by else {}),
                 **({"curve": curve.of(r)} if every else {}),
                 "wall": {"seconds": round(seconds / count, 3)},
             }

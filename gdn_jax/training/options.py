@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
-from gdn_jax.commands.fields import Fraction, MayChange, NotNegative, PerStart, Positive, Range, Seed
+from gdn_jax.commands.fields import Fraction, Later, MayChange, NotNegative, PerStart, Positive, Range, Seed
 from gdn_jax.shapes import ArgumentError
 from gdn_jax.training.tasks.options import (
     CopyOptions,
@@ -27,7 +27,6 @@ from gdn_jax.training.tasks.options import (
 )
 
 Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu", "mosaic_mma"]
-Later = fields.Mark("Runs of earlier versions have not stored it, and had the default.")
 NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
 _MOST_LAYERS = 10_000
 """Layers at most: a model is made layer by layer, and the configuration of a hybrid lists the type of each."""
@@ -355,7 +354,7 @@ def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
       RunError: the stored names are not those of this version, or a value is not of its type.
     """
     known = {*flat(default)} - _marked(default, PerStart)
-    stored = {name: getattr(default.model, name) for name in _marked(default, Later)} | stored
+    stored = _later(default) | stored
     if set(stored) != known:
         odd = ", ".join(sorted(set(stored) ^ known))
         raise RunError(
@@ -375,6 +374,13 @@ def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
         cls = type(getattr(default, group.name))
         groups[group.name] = cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
     return type(default)(**groups)
+
+
+def _later(options: Any) -> dict[str, Any]:
+    """Returns the defaults of the options of all groups that runs of earlier versions have not stored."""
+    groups = (dataclasses.fields(getattr(options, group.name)) for group in dataclasses.fields(options))
+    later = _marked(options, Later)
+    return {field.name: field.default for group in groups for field in group if field.name in later}
 
 
 def _marked(options: Any, mark: fields.Mark) -> set[str]:

@@ -1,7 +1,7 @@
 """Pure functions of training: one optimiser step, one validation batch, and the optimiser of both."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +58,7 @@ class Functions(NamedTuple):
 
     train: Callable[[PyTree, TrainState, Batch], tuple[TrainState, StepMetrics]]
     evaluate: Callable[[PyTree, PyTree, Batch], Sums]
+    evaluate_each: Callable[[PyTree, PyTree, Batch, Sequence[Array]], Sums]  # for each of several weights
 
 
 def compute_dtype(options: ModelOptions) -> str:
@@ -246,7 +247,9 @@ def sums_by_weights(
     weights: Float[Array, "S B T"],
     places: Int[Array, "B N"] | None = None,
 ) -> Sums:
-    """Returns the sums of a batch for each of several weights in place of its own. The model reads the batch once.
+    """Returns the sums of a batch for each of several weights in place of its own.
+
+    The model reads the batch once, and its logits are computed once.
 
     Places are as for `loss_sum`, of all weights together.
 
@@ -258,7 +261,7 @@ def sums_by_weights(
     if places is not None:
         x, batch = _at((x, batch), places)
         weights = jnp.take_along_axis(weights, jnp.asarray(places)[None], axis=2)
-    return jax.lax.map(lambda weights: _sums(model, x, batch._replace(weights=weights)), weights)
+    return jax.vmap(lambda weights: _sums(model, x, batch._replace(weights=weights)))(weights)
 
 
 def train_step(
@@ -334,11 +337,15 @@ def make_functions(
     def evaluate(rest: PyTree, params: PyTree, batch: Batch) -> Sums:
         return loss_sum(graphdef, rest, params, batch)[1]
 
+    def evaluate_each(rest: PyTree, params: PyTree, batch: Batch, weights: Sequence[Array]) -> Sums:
+        return sums_by_weights(graphdef, rest, params, batch, jnp.stack(weights))
+
     flags = compiler_flags(deterministic)
     where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
     return Functions(
         jax.jit(train, donate_argnums=1, compiler_options=flags, **where),
         jax.jit(evaluate, compiler_options=flags),
+        jax.jit(evaluate_each, compiler_options=flags),
     )
 
 
@@ -348,9 +355,9 @@ def compiler_flags(deterministic: bool) -> dict[str, bool] | None:
 
 
 def mean(sums: list[Sums]) -> tuple[float, float]:
-    """Returns mean loss in nats and mean accuracy over the weighted predictions of all batches."""
+    """Returns mean loss in nats and mean accuracy over the weighted predictions of all batches, NaN without any."""
     loss, correct, weight = (math.fsum(float(s[i]) for s in sums) for i in range(3))
-    return loss / weight, correct / weight
+    return (loss / weight, correct / weight) if weight else (math.nan, math.nan)
 
 
 def validate(

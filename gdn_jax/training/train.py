@@ -292,6 +292,7 @@ def _finish(trainer: Trainer, run: RunFolder, console: Console, why: str | None)
         "step": trainer.step,
         **validation,
         "test": tests,
+        **({"test_by": by} if (by := trainer.test_slices()) else {}),
         "baselines": baselines,
         "finished": why is None,
     }

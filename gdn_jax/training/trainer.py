@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.models.costs import count, multiplied_parameters
 from gdn_jax.parallel import processes
-from gdn_jax.training import memory, steps
+from gdn_jax.training import memory, slices, steps
 from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.options import TrainOptions
 from gdn_jax.training.peak import share_of_peak
@@ -189,6 +189,23 @@ class Trainer:
             at: self.task.metrics(*self._validate(batches))
             for at, batches in self.task.test_batches(size).items()
         }
+
+    def test_slices(self) -> slices.Table:
+        """Returns the metric of slices of the tests, see `slices.table`; none where the task does not split them."""
+        size, sums = self.options.run.batch_size // self.options.run.accumulate, {}
+        for at, batches in self.task.test_batches(size).items():
+            for batch in batches:
+                parts = slices.split(self.task, at, batch)
+                if not parts:
+                    return {}
+                with self.placement.active():
+                    placed = [self.placement.batch(batch._replace(weights=x)) for x in parts.values()]
+                    weights = [x.weights for x in placed]
+                    got = self.functions.evaluate_each(self.rest, self.state.params, placed[0], weights)
+                for i, name in enumerate(parts):
+                    sums.setdefault(name, []).append(steps.Sums(*(x[i] for x in jax.device_get(got))))
+        metric = self.task.metric
+        return slices.table({name: self.task.metrics(*steps.mean(x))[metric] for name, x in sums.items()})
 
     def loop(
         self, run: RunFolder, store: Checkpoints, reporter: Reporter, asked: threading.Event

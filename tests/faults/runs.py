@@ -5,7 +5,7 @@ from faults.fault import Fault
 FAULTS = (
     Fault(
         "a run that was stored without its mixer is refused",
-        "stored = {name: getattr(default.model, name) for name in _marked(default, Later)} | stored",
+        "stored = _later(default) | stored",
         "stored = dict(stored)",
         "tests/models/test_family_models.py::test_tables",
     ),

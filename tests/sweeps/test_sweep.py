@@ -11,14 +11,16 @@ import time
 import types
 
 import forked
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tiny_sweeps import CONFIG, TINY, options, start
 
 from gdn_jax.commands import cli, versions
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
-from gdn_jax.sweeps import grid, program, sweep
+from gdn_jax.sweeps import grid, program, sweep, weights
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
@@ -63,6 +65,22 @@ def test_folder(finished):
     assert "| Gated DeltaNet |" in table and "gdn sweep parity --out" in table
     assert "95 % t interval over those of 2 seeds that have learned something" in table
     assert "mean validation loss" in table and "0.9 ln 2 = 0.624 nats" in table
+
+
+@pytest.mark.slow
+def test_weights_are_kept(finished, tmp_path):
+    """The model that is read has the score of the run, which is the same run as without."""
+    out = tmp_path / "run"
+    assert start(out, "--mixers", "mamba2", "--keep-weights") == 0
+    [*made] = records(out).items()
+    assert len([*(out / "weights").iterdir()]) == len(made)
+    task = make_task(options().task, 8)
+    for run, record in made[:2]:
+        assert record == records(finished)[run]
+        graphdef, params, rest = nnx.split(weights.load(out, run), nnx.Param, ...)
+        score = jax.jit(lambda *args, g=graphdef: steps.loss_sum(g, *args)[1])
+        loss, _ = steps.mean([score(rest, params, batch) for batch in task.val_batches(8)])
+        assert loss == pytest.approx(record["val_loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -125,6 +125,8 @@ def edited(change, record):
         ({"val_loss": 10**400}, "a number or null for val_loss"),
         ({"test_accuracy": [1.0]}, "scores by size for test_accuracy"),
         ({"test_accuracy": {"six": 1.0}}, "scores by size for test_accuracy"),
+        ({"test_accuracy_by": {"place": [0.5]}}, "scores of slices by size for test_accuracy_by"),
+        ({"test_accuracy_by": {"place": {"6": 0.5}}}, "scores of slices by size for test_accuracy_by"),
         ({"wall": 3}, "seconds for wall"),
         ({"curve": {"steps": [1], "loss": {}, "accuracy": {"9": [0.5]}}}, "a learning curve for curve"),
         (
@@ -138,7 +140,8 @@ def test_lines_of_runs_that_cannot_be(tmp_path, change, expected):
     run = {"mixer": "mamba2", "lr": 0.01, "seed": 0, "scale": 1, "val_loss": None, "val_accuracy": 0.5}
     run |= {"test_accuracy": {"6": 0.5, "9": None}, "parameters": 9, "wall": {"seconds": 1.5}}
     curve = {"steps": [2, 4], "loss": {"6": [1.0, None]}, "accuracy": {"6": [0.5, 0.5]}}
-    whole = [run, run | {"curve": curve, "write_start": 0.1}]
+    by = {"place": {"6": [1.0, None]}, "order": {"6": [0.5, 0.5]}}
+    whole = [run, run | {"curve": curve, "write_start": 0.1, "test_accuracy_by": by}]
     file = tmp_path / "runs.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in whole))
     assert grid.lines(tmp_path, "accuracy").records() == whole

@@ -4,6 +4,7 @@ import dataclasses
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,6 +20,7 @@ from gdn_jax.sweeps.scoring import shared
 from gdn_jax.training import mixers, steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import OptimizerOptions, RunOptions, TrainOptions
+from gdn_jax.training.slices import Slice, table
 from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.options import RecallOptions
 from gdn_jax.training.tasks.table import make_task
@@ -197,6 +199,42 @@ def test_sets_that_runs_are_scored_on(tmp_path, monkeypatch, tests, shapes):
     assert {float(x.weights.sum()) for x in sets["val"]} == {6 * shapes[0][0]}
 
 
+def test_scores_of_slices(tmp_path):
+    """Those of a model's own logits at the queries of each slice, in NumPy; they make up the score of the test."""
+    o = options(together=2)
+    task_options = RecallOptions(vocab_size=16, num_pairs=4, length=24, test_pairs=(2, 3), val_sequences=16)
+    o = dataclasses.replace(o, task=task_options)
+    task = make_task(o.task, 8)
+    work = sweep.Sweep(o, task, JsonLines(tmp_path / "runs.jsonl"))
+    runs = program.make_start(o, task, "mamba2")([grid.Run("mamba2", 0.01, seed) for seed in (0, 1)])
+    scores = program.Program(o, task, "mamba2").score(runs, work.sets)
+
+    @jax.jit
+    def best(params, tokens):
+        model = program.make_model(o, task, "mamba2", 0)
+        nnx.update(model, params)
+        return jnp.argmax(model(tokens)[0], -1)
+
+    for size, batches in task.test_batches(8).items():
+        names = [name for name in scores if isinstance(name, Slice) and name.size == size]
+        assert names == [Slice(size, by, i) for by in ("place", "order") for i in range(size)]
+        for r in range(2):
+            params = jax.tree.map(lambda x, r=r: x[r], runs.state.params)
+            right, asked = np.zeros((2, size)), np.zeros((2, size))
+            for batch in batches:
+                tokens, targets, weights = map(np.asarray, batch)
+                guess = np.asarray(best(params, tokens))
+                for b, t in np.argwhere(weights):
+                    place = tokens[b, : 2 * size : 2].tolist().index(tokens[b, t])
+                    at = (0, 1), (place, int(weights[b, :t].sum()))
+                    right[at] += guess[b, t] == targets[b, t]
+                    asked[at] += 1
+            np.testing.assert_allclose(
+                [scores[name][r][1] for name in names], (right / asked).ravel(), rtol=1e-6
+            )
+            assert scores[str(size)][r][1] == pytest.approx(right[0].sum() / asked[0].sum())
+
+
 def test_sets_of_learning_curves(tmp_path):
     """Each kind of sequences has its own, under its name: here as many queries as the name says."""
     o = options(curve_every=2)
@@ -233,3 +271,10 @@ def test_sets_with_the_same_sequences_are_read_once():
     for i, wanted in enumerate(alone):
         for x, y in zip(wanted, sums, strict=True):
             np.testing.assert_allclose(y[i], x, rtol=1e-6)
+
+
+def test_slices_as_files_have_them():
+    """In their order by size; None where nothing counts. A set in which nothing counts has no mean."""
+    nothing = steps.mean([steps.Sums(0.0, 0.0, 0.0)])
+    scores = {Slice(2, "place", 0): 1 / 3, Slice(2, "place", 1): nothing[1], Slice(12, "order", 0): 1.0}
+    assert table(scores) == {"place": {"2": [0.3333, None]}, "order": {"12": [1.0]}}

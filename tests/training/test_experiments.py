@@ -151,8 +151,14 @@ def test_recall_learns_and_shows_its_answers(tmp_path):
     last = metrics(out)[-1]
     assert last["val_accuracy"] > 0.6  # a value of the sequence at random: 0.5
     assert len((out / "sample.txt").read_text().splitlines()) == 3
-    tests = json.loads((out / "result.json").read_text())["test"]
+    result = json.loads((out / "result.json").read_text())
+    tests, slices = result["test"], result["test_by"]
     assert tests.keys() == {"1", "2"} and tests["1"]["accuracy"] > 0.6
+    for by in ("place", "order"):
+        for size, found in slices[by].items():
+            assert len(found) == int(size) and sum(found) / int(size) == pytest.approx(
+                tests[size]["accuracy"], abs=1e-4
+            )
 
 
 # --- errors: one line, a status, nothing overwritten

@@ -93,6 +93,48 @@ def test_recall_of_rewritten_keys():
     assert again > 60, "hardly a key comes again"
 
 
+@pytest.mark.parametrize("pairs, rewrite", [(3, False), (8, True), (20, False)])
+def test_slices_of_recall(pairs, rewrite):
+    """Query by query: the eighth of the pairs in which its key was last written, and of the questions of its row."""
+    drawn = recall.sequences(jax.random.key(5), 40, 96, 48, 20, 0.01, np.full(40, pairs), rewrite=rewrite)
+    tokens, _, asked = map(np.asarray, drawn)
+    count = min(pairs, 8)
+    wanted = {name: np.zeros((count, *asked.shape), bool) for name in ("place", "order")}
+    for b, row in enumerate(tokens):
+        keys, queries = row[: 2 * pairs : 2].tolist(), np.flatnonzero(asked[b])
+        for i, t in enumerate(queries):
+            last = max(place for place, key in enumerate(keys) if key == row[t])
+            wanted["place"][last * count // pairs, b, t] = True
+            wanted["order"][i * count // len(queries), b, t] = True
+    got = recall.slices(tokens, asked, pairs)
+    assert got.keys() == wanted.keys()
+    for name, where in wanted.items():
+        np.testing.assert_array_equal(got[name], where)
+        np.testing.assert_array_equal(got[name].sum(0), asked)
+
+
+def test_questions_in_any_order():
+    """By the gap law early pairs are asked early; shuffled, only that order is another one."""
+    key, draw = (
+        jax.random.key(6),
+        jax.jit(recall.sequences, static_argnums=range(1, 6), static_argnames="shuffled"),
+    )
+    gaps, shuffled = (
+        [np.asarray(x) for x in draw(key, 400, 64, 32, 8, 0.01, shuffled=shuffled)]
+        for shuffled in (False, True)
+    )
+    np.testing.assert_array_equal(gaps[0][:, :16], shuffled[0][:, :16])
+    np.testing.assert_array_equal(gaps[2], shuffled[2])
+    correlations = []
+    for tokens, targets, asked in (gaps, shuffled):
+        places = np.argmax(tokens[asked].reshape(400, 8, 1) == tokens[:, None, :16:2], -1)
+        values = np.take_along_axis(tokens[:, 1:16:2], places, 1)
+        np.testing.assert_array_equal(values, targets[asked].reshape(400, 8))
+        correlations.append(np.corrcoef(places.ravel(), np.tile(np.arange(8), 400))[0, 1])
+    # of 3200 independent pairs the correlation deviates by 1/sqrt(3200)
+    assert correlations[0] > 0.2 and abs(correlations[1]) < 5 / 3200**0.5
+
+
 def test_recall_gaps_follow_the_power_law():
     _, _, asked = recall.sequences(jax.random.key(0), 4000, 32, 16, 1, 0.01)
     counts = np.asarray(asked)[:, 2::2].sum(0)

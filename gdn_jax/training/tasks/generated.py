@@ -158,7 +158,15 @@ class RecallTask(GeneratedTask[RecallOptions]):
         o = self.o
         length = self.lengths.get(num_pairs, o.length)
         tokens, targets, asked = recall.sequences(
-            key, kept.shape[0], length, o.vocab_size, num_pairs, o.power, kept, rewrite=o.rewrite
+            key,
+            kept.shape[0],
+            length,
+            o.vocab_size,
+            num_pairs,
+            o.power,
+            kept,
+            rewrite=o.rewrite,
+            shuffled=o.questions == "shuffled",
         )
         return Batch(tokens, targets, asked.astype(jnp.float32))
 
@@ -172,6 +180,9 @@ class RecallTask(GeneratedTask[RecallOptions]):
         key_pairs, key = jax.random.split(key)
         kept = jax.random.randint(key_pairs, (batch,), 1, pairs + 1)
         return self._draw(key, kept, pairs)
+
+    def slices(self, batch: Batch, size: int) -> dict[str, np.ndarray]:
+        return recall.slices(batch.tokens, np.asarray(batch.weights) != 0, size)
 
     def baselines(self) -> dict[str, float]:
         # Without rewrite the values of a sequence differ: there are as many as pairs, where all have the same number.
@@ -188,8 +199,9 @@ class RecallTask(GeneratedTask[RecallOptions]):
             share = [f" ({n} of {sum(shares)} steps)" if max(shares) > 1 else "" for n in shares]
             cases = zip(self.cases.items(), share, strict=True)
             what = ", ".join(f"{up_to}{pairs} pairs in {length} tokens{of}" for (pairs, length), of in cases)
-        rewrite = ", keys rewritten" if o.rewrite else ""
-        return f"recall of {what}, vocabulary {o.vocab_size}{rewrite}, {o.freshness()}"
+        how = ", keys rewritten" if o.rewrite else ""
+        how += ", questions shuffled" if o.questions == "shuffled" else ""
+        return f"recall of {what}, vocabulary {o.vocab_size}{how}, {o.freshness()}"
 
 
 class NeedleTask(GeneratedTask[NeedleOptions]):

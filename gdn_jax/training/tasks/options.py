@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from gdn_jax.commands.errors import RunError, fail, flag
-from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive, Range, Repeated
+from gdn_jax.commands.fields import Distinct, Later, MayChange, NotNegative, Positive, Range, Repeated
 
 
 def prompt_bytes(prompt: str) -> bytes:
@@ -137,6 +137,9 @@ class RecallOptions(GeneratedOptions):
     """Tokens of a sequence, even and at least four a pair."""
     power: Annotated[float, Range("a number above 0 and up to 1000", lambda x: 0 < x <= 1000)] = 0.01
     """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
+    questions: Annotated[Literal["gaps", "shuffled"], Later] = "gaps"
+    """Order of the questions. gaps: as Zoology's law draws the gaps, pairs written early are mostly asked early;
+    shuffled: independent of the order of the pairs, with the same gaps."""
     test_pairs: Annotated[tuple[int, ...], Distinct, Positive] = (2, 4, 8)
     """Numbers of pairs that the trained model is tested with."""
     cases: Annotated[tuple[str, ...] | None, Repeated] = None

@@ -2,7 +2,8 @@
 
 import copy
 
-from jaxtyping import Array, PyTree
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
 
 from gdn_jax import models
 from gdn_jax.training.tasks.batch import Batch
@@ -47,6 +48,10 @@ class Task:
     def test_batches(self, size: int) -> dict[int, list[Batch]]:
         """Returns the sets that a trained model is tested on, by size (pairs, tokens), padded to one length."""
         raise NotImplementedError
+
+    def slices(self, batch: Batch, size: int) -> dict[str, Bool[np.ndarray, "S B T"]]:
+        """Splits what counts in a test batch of a size; returns where each slice lies, by what it is split by."""
+        return {}
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
         """Returns the metrics of a mean loss in nats and a mean accuracy."""
