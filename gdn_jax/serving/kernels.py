@@ -19,7 +19,6 @@ from gdn_jax.rule.call import Call as RuleCall
 from gdn_jax.rule.ops import check_call
 from gdn_jax.serving.byte_states import BytePool, ByteStates
 from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
-from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.ring import DeferredPool
 from gdn_jax.serving.ring_arrays import drop, put_parents
 from gdn_jax.serving.slots import Address
@@ -29,141 +28,19 @@ from gdn_jax.serving.windows import Channels, WindowPool
 from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype
 
 
-class HeadGates:
-    """The kernels of tokens with one gate a head."""
-
-    @staticmethod
-    def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
-        """`step_of_channels` with the gates of some tokens, whose record is [B, T, ...]."""
-        from pallas_kernels.decode.step import step_of_channels
-
-        return partial(step_of_channels, a=x.a, b=x.b, A_log=x.A_log, dt_bias=x.dt_bias)
-
-    @staticmethod
-    def ring_reason(x: Any, rings: Any, kv_layout: bool, is_tree: bool) -> str | None:
-        """Why no kernel takes tokens on rings; None if one does."""
-        from pallas_kernels.decode import drafts_mma, vectors
-
-        reason = vectors.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
-        if reason is None and is_tree:
-            reason = drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) or _device_reason(
-                drafts_mma
-            )
-            reason = reason and f"a tree of drafts on a ring: {reason}"
-        return reason
-
-    @staticmethod
-    def ring_tokens(x: Any) -> Any:
-        """Tokens [B, T, ...] as the kernels of rings take them."""
-        from pallas_kernels.decode.ring import Tokens
-
-        return Tokens._make(x[:7])
-
-    @staticmethod
-    def append(call: Call) -> Callable[..., tuple[Array, Any]]:
-        """The kernel of a token on a ring."""
-        from pallas_kernels.decode.deferred import deferred
-
-        return deferred
-
-    @staticmethod
-    def drafts(call: Call) -> Callable[..., tuple[Array, Any]]:
-        """The kernel of drafts as vectors on a ring."""
-        from pallas_kernels.decode.drafts import drafts
-
-        return drafts
-
-    @staticmethod
-    def by_tensor_cores(x: Any, rings: Any, kv_layout: bool) -> bool:
-        """Whether the kernel of drafts by tensor cores takes them."""
-        from pallas_kernels.decode import drafts_mma
-
-        if _device_reason(drafts_mma) is not None:
-            return False
-        return drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) is None
-
-
-class ChannelGates:
-    """The kernels of tokens with a decay of each channel."""
-
-    @staticmethod
-    def kernel(call: Call, x: Any) -> Callable[..., tuple[Array, Array]]:
-        """See `HeadGates.kernel`."""
-        from pallas_kernels.decode.apart_step import apart_step
-        from pallas_kernels.decode.channel_step import channel_step
-
-        *axes, K = *x.f.shape[:-1], x.k.shape[-1]
-        f, bias = jnp.broadcast_to(x.f, (*axes, K)), jnp.broadcast_to(x.f_bias, (axes[-1], K))
-        gates: dict[str, Any] = dict(a=f, A_log=x.A_log, dt_bias=bias, lower_bound=call.lower_bound)
-        if x.write is None:  # then what is erased is one number a head, too
-            return partial(channel_step, b=x.erase[..., 0], **gates)
-        return partial(apart_step, **dict(zip("bw", ChannelGates._apart(x), strict=True)), **gates)
-
-    @staticmethod
-    def _apart(x: Any) -> tuple[Array, Array]:
-        """Raw inputs of both strengths, of every channel."""
-        heads = x.f.shape[:-1]
-        return jnp.broadcast_to(x.erase, (*heads, x.k.shape[-1])), jnp.broadcast_to(
-            x.write, (*heads, x.v.shape[-1])
-        )
-
-    @staticmethod
-    def ring_reason(x: Any, rings: Any, kv_layout: bool, is_tree: bool) -> str | None:
-        """See `HeadGates.ring_reason`."""
-        from pallas_kernels.decode import channel_ring
-
-        if is_tree:
-            return "there is no kernel of trees of drafts on a ring with a decay of each channel"
-        return channel_ring.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
-
-    @staticmethod
-    def ring_tokens(x: Any) -> Any:
-        """See `HeadGates.ring_tokens`."""
-        from pallas_kernels.decode.ring import ChannelTokens
-
-        *axes, HO, K = *x.f.shape[:-1], x.k.shape[-1]
-        b, w = (x.erase[..., 0], None) if x.write is None else ChannelGates._apart(x)
-        A_log = jnp.zeros(HO, jnp.float32) if x.A_log is None else x.A_log
-        f, bias = jnp.broadcast_to(x.f, (*axes, HO, K)), jnp.broadcast_to(x.f_bias, (HO, K))
-        return ChannelTokens(x.q, x.k, x.v, f, b, w, A_log, bias)
-
-    @staticmethod
-    def append(call: Call) -> Callable[..., tuple[Array, Any]]:
-        """See `HeadGates.append`."""
-        from pallas_kernels.decode.channel_ring import channel_deferred
-
-        return partial(channel_deferred, lower_bound=call.lower_bound)
-
-    @staticmethod
-    def drafts(call: Call) -> Callable[..., tuple[Array, Any]]:
-        """See `HeadGates.drafts`."""
-        from pallas_kernels.decode.channel_ring import channel_drafts
-
-        return partial(channel_drafts, lower_bound=call.lower_bound)
-
-    @staticmethod
-    def by_tensor_cores(x: Any, rings: Any, kv_layout: bool) -> bool:
-        """See `HeadGates.by_tensor_cores`."""
-        return False
-
-
-TOKENS: dict[type, type[HeadGates] | type[ChannelGates]] = {Raw: HeadGates, ChannelRaw: ChannelGates}
-"""The kernels of tokens by the type of their record."""
-
-
 class StateKernels(StatePool):
     """A `StatePool` by kernels that read and write states in their slots."""
 
     is_opaque: ClassVar[bool] = True
 
-    def unsupported(self, tokens: Raw | ChannelRaw, where: Any) -> str | None:
+    def unsupported(self, tokens: Raw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import step
 
         reason = step.check_supported(*tokens[:3], self.arrays, is_tree=_is_tree(where))
         return reason or _gates_reason(tokens) or _reason(self, step)
 
-    def decode(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+    def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
         from pallas_kernels.decode.step import Channels
 
@@ -174,7 +51,7 @@ class StateKernels(StatePool):
             q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
         options: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first} | _options(call, self)
         options |= {"q": q, "k": k, "v": v}
-        kernel = TOKENS[type(raw)].kernel(call, x)
+        kernel = _step(call, x)
 
         def run(pool: StatePool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
             slots = {"read_slots": read, "write_slots": write[:, None], "null_slot": pool.null_slot}
@@ -183,14 +60,14 @@ class StateKernels(StatePool):
 
         return _in_slots(self, at, run)
 
-    def verify(self, call: Call, raw: Raw | ChannelRaw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. No request reads what another writes."""
         start, after = self.span(spans)
         at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
         at |= {"num_tokens": _int32_or_none(spans.num_tokens), "parents": _parents(raw, spans)}
         at |= {"heads": tuple(x.shape[-2] for x in raw[:3]), "layer": spans.layer} | _options(call, self)
         q, k, v = (x.reshape(*x.shape[:2], -1) for x in raw[:3])
-        o, arrays = TOKENS[type(raw)].kernel(call, raw)(q=q, k=k, v=v, pool=self.arrays, **at)
+        o, arrays = _step(call, raw)(q=q, k=k, v=v, pool=self.arrays, **at)
         return o, self.holding(arrays)
 
     def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
@@ -241,27 +118,28 @@ CHECKPOINTS: dict[type[StatePool], Checkpoints] = {
 class DeferredKernels(DeferredPool):
     """A `DeferredPool` by kernels that read and append to rings in their slots."""
 
-    def unsupported(self, tokens: Raw | ChannelRaw, where: Any) -> str | None:
+    def unsupported(self, tokens: Raw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import deferred
 
         if type(self.checkpoints) not in CHECKPOINTS:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
-        kv_layout = self.layout == STATE_LAYOUTS[0]
-        kernels = TOKENS[type(tokens)]
-        reason = kernels.ring_reason(tokens, self._rings(), kv_layout, _is_tree(where))
+        reason = _ring_reason(tokens, self._rings(), self.layout == STATE_LAYOUTS[0], _is_tree(where))
         return reason or _gates_reason(tokens) or _reason(self, deferred)
 
-    def _append_token(self, call: Call, raw: Raw | ChannelRaw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+    def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""
-        kernels = TOKENS[type(raw)]
+        from pallas_kernels.decode.channel_ring import channel_deferred
+        from pallas_kernels.decode.deferred import deferred
+
         options: dict[str, Any] = {"read_slots": _int32(at.read_slots, self), "null_slot": self.null_slot}
         options |= {"layer": at.layer} | _options(call, self)
-        tokens = kernels.ring_tokens(raw.with_token_axis())
-        o, rings = kernels.append(call)(tokens, self._rings(), **options)
+        tokens = _ring_tokens(raw.with_token_axis())
+        kernel = partial(channel_deferred, lower_bound=call.lower_bound) if raw.by_channels else deferred
+        o, rings = kernel(tokens, self._rings(), **options)
         return o[:, 0], self._with(rings)
 
-    def verify(self, call: Call, raw: Raw | ChannelRaw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
+    def verify(self, call: Call, raw: Raw, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
         """`serving.verify` of tokens [N, T, ...]. Where they find no room, the accepted ones are flushed first.
 
         Of the last call's tokens the first that were accepted stay in the ring, or all that are left there. In a ring
@@ -274,27 +152,26 @@ class DeferredKernels(DeferredPool):
         o, pool = pool._append_drafts(call, raw, at, spans)
         return o, self.holding(put_parents(pool.arrays, at, spans.parents, T))
 
-    def _append_drafts(
-        self, call: Call, raw: Raw | ChannelRaw, at: Address, spans: Spans
-    ) -> tuple[Array, Any]:
-        from pallas_kernels.decode import drafts, drafts_mma
+    def _append_drafts(self, call: Call, raw: Raw, at: Address, spans: Spans) -> tuple[Array, Any]:
+        from pallas_kernels.decode import channel_ring, drafts, drafts_mma
 
-        T, rings, kernels = raw.q.shape[1], self._rings(), TOKENS[type(raw)]
-        tokens = kernels.ring_tokens(raw)
+        T, rings, tokens = raw.q.shape[1], self._rings(), _ring_tokens(raw)
         num_tokens, accepted = map(_int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
         options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | _options(call, self)
-        if kernels.by_tensor_cores(raw, rings, options["kv_layout"]):
+        if (_tensor_cores_reason(raw, rings, options["kv_layout"]) or _device_reason(drafts_mma)) is None:
             options |= {"accepted": accepted, "num_tokens": num_tokens, "parents": _parents(raw, spans)}
             o, rings = drafts_mma.drafts_mma(tokens, rings, **options)
             return o, self._with(rings)
-        outputs = []
+        kernel, outputs = drafts.drafts, []
+        if raw.by_channels:
+            kernel = partial(channel_ring.channel_drafts, lower_bound=call.lower_bound)
         for t in range(0, T, drafts.MAX_TOKENS):
             *of_tokens, A_log, dt_bias = tokens
             of_tokens = (None if x is None else x[:, t : t + drafts.MAX_TOKENS] for x in of_tokens)
             some = tokens._make((*of_tokens, A_log, dt_bias))
             options |= {"drafts": drafts.Drafts(T, t), "accepted": None if t else accepted}
             options["num_tokens"] = None if num_tokens is None else num_tokens - t
-            o, rings = kernels.drafts(call)(some, rings, **options)
+            o, rings = kernel(some, rings, **options)
             outputs.append(o)
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), self._with(rings)
 
@@ -340,6 +217,67 @@ class WindowKernels(WindowPool):
         return _in_slots(self, at, run)
 
 
+def _step(call: Call, x: Raw) -> Callable[..., tuple[Array, Array]]:
+    """The kernel of tokens [B, T, ...] on states, as arrays of channels, with their gates."""
+    from pallas_kernels.decode.apart_step import apart_step
+    from pallas_kernels.decode.channel_step import channel_step
+    from pallas_kernels.decode.step import step_of_channels
+
+    a, b, w, A_log, dt_bias = _gates(x)
+    gates: dict[str, Any] = dict(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    if not x.by_channels:
+        return partial(step_of_channels, **gates)
+    gates["lower_bound"] = call.lower_bound
+    return partial(channel_step, **gates) if w is None else partial(apart_step, w=w, **gates)
+
+
+def _ring_tokens(x: Raw) -> Any:
+    """Tokens [B, T, ...] as the kernels of rings take them."""
+    from pallas_kernels.decode.ring import ChannelTokens, Tokens
+
+    a, b, w, A_log, dt_bias = _gates(x)
+    if not x.by_channels:
+        return Tokens(*x[:3], a, b, A_log, dt_bias)
+    A_log = jnp.zeros(a.shape[-2], jnp.float32) if A_log is None else A_log
+    return ChannelTokens(*x[:3], a, b, w, A_log, dt_bias)
+
+
+def _gates(x: Raw) -> tuple[Array, Array, Array | None, Any, Array]:
+    """a, b, w, A_log and dt_bias as the kernels take them: strengths apart are of every channel, as decays are."""
+    if not x.by_channels:
+        return x.a, x.b, None, x.A_log, x.dt_bias
+    (*axes, HO, _), K, V = x.a.shape, x.k.shape[-1], x.v.shape[-1]
+    a, dt_bias = jnp.broadcast_to(x.a, (*axes, HO, K)), jnp.broadcast_to(x.dt_bias, (HO, K))
+    if x.w is None:  # then what is erased is one number a head, too
+        return a, x.b[..., 0], None, x.A_log, dt_bias
+    b, w = jnp.broadcast_to(x.b, (*axes, HO, K)), jnp.broadcast_to(x.w, (*axes, HO, V))
+    return a, b, w, x.A_log, dt_bias
+
+
+def _ring_reason(x: Raw, rings: Any, kv_layout: bool, is_tree: bool) -> str | None:
+    """Why no kernel takes tokens on rings; None if one does."""
+    from pallas_kernels.decode import channel_ring, drafts_mma, vectors
+
+    if not x.by_channels:
+        reason = vectors.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
+        if reason is None and is_tree:
+            reason = _tensor_cores_reason(x, rings, kv_layout) or _device_reason(drafts_mma)
+            reason = reason and f"a tree of drafts on a ring: {reason}"
+        return reason
+    if is_tree:
+        return "there is no kernel of trees of drafts on a ring with a decay of each channel"
+    return channel_ring.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
+
+
+def _tensor_cores_reason(x: Raw, rings: Any, kv_layout: bool) -> str | None:
+    """Why no kernel takes drafts on rings by tensor cores; None if one does."""
+    from pallas_kernels.decode import drafts_mma
+
+    if x.by_channels:
+        return "there is no kernel by tensor cores with a decay of each channel"
+    return drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout)
+
+
 def _options(call: Call, pool: StatePool) -> dict[str, Any]:
     """Options that the kernels of decode and verify have in common."""
     return {
@@ -383,7 +321,7 @@ def _int32_or_none(x: Any) -> Array | None:
     return None if x is None else x.astype(jnp.int32)
 
 
-def _parents(raw: Raw | ChannelRaw, spans: Spans) -> Array | None:
+def _parents(raw: Raw, spans: Spans) -> Array | None:
     """Parents for a kernel, to which one token alone follows no other."""
     return _int32_or_none(spans.parents) if raw.q.shape[1] > 1 else None
 
@@ -392,7 +330,7 @@ def _is_tree(where: At | Spans) -> bool:
     return isinstance(where, Spans) and where.parents is not None
 
 
-def _gates_reason(raw: Raw | ChannelRaw) -> str | None:
+def _gates_reason(raw: Raw) -> str | None:
     wide = accumulation_dtype(*raw) != jnp.float32
     return "a gate is float64; the kernels compute in float32" if wide else None
 

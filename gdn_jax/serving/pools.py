@@ -7,10 +7,9 @@ from jaxtyping import Array, Float
 from gdn_jax.serving import kinds, shards
 from gdn_jax.serving.byte_states import ByteStates
 from gdn_jax.serving.call import Call
-from gdn_jax.serving.channels import ChannelRaw
 from gdn_jax.serving.kernels import DeferredKernels, StateKernels, WindowKernels
 from gdn_jax.serving.ring import DeferredPool
-from gdn_jax.serving.ring_arrays import ChannelRingPool, RingPool
+from gdn_jax.serving.ring_arrays import RingPool
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import StatePool
 from gdn_jax.serving.tokens import Raw
@@ -23,7 +22,7 @@ Arrays = Float[Array, "slots *state"] | ByteStates | RingPool
 KINDS = kinds.KINDS
 """Kinds of pools by the type of their arrays; anything else is an array of states."""
 
-KINDS |= {RingPool: DeferredPool, ChannelRingPool: DeferredPool}
+KINDS |= {RingPool: DeferredPool}
 
 BY_KERNELS: dict[type[StatePool], type[StatePool]] = {
     StatePool: StateKernels,
@@ -69,9 +68,7 @@ def choose(pool: StatePool, implementation: str | None, tokens: Any, where: Any)
     return pool if reason else fast
 
 
-def serve(
-    method: str, call: Call, raw: Raw | ChannelRaw, pool: StatePool, where: Any
-) -> tuple[Array, Arrays]:
+def serve(method: str, call: Call, raw: Raw, pool: StatePool, where: Any) -> tuple[Array, Arrays]:
     """`decode` or `verify` of arguments that are not checked yet: outputs, and the caller's arrays."""
     letters = "B" if method == "decode" else "N, T"
     dims = raw.check(letters=letters, state_layout=pool.layout)

@@ -19,12 +19,15 @@ from jaxtyping import Array, Bool, Float
 from gdn_jax.serving import kinds, shards, slots
 from gdn_jax.serving.arguments import check_integers, check_layer, check_range
 from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.deferred import Appended, Entry
+from gdn_jax.serving.deferred import Entry
 from gdn_jax.serving.ring_arrays import RingPool, append, check_ring, drop, put_counts, put_parents
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.states import StatePool, outputs
 from gdn_jax.serving.tokens import alone, by_row
 from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array, check_choice
+
+GATES = "one gate a head", "gates of each channel, or erase and write apart"
+"""The gates of tokens without and with an axis of channels, in words."""
 
 
 class DeferredPool(StatePool):
@@ -37,7 +40,7 @@ class DeferredPool(StatePool):
     @property
     def names(self) -> Any:  # pyrefly: ignore[bad-override]
         """Names of the arrays' last dimensions."""
-        rings = ("h . .", "h . .", self.arrays.gate_names, "h .", ".")
+        rings = ("h . .", "h . .", "h . ." if self.arrays.by_channels else "h .", "h .", ".")
         return self.arrays._make((self.checkpoints.names, *rings))
 
     @property
@@ -57,9 +60,9 @@ class DeferredPool(StatePool):
 
     def check_tokens(self, raw: Any) -> None:
         """Raises ValueError for tokens whose decays are not those of the rings."""
-        if not isinstance(raw, self.arrays.tokens):
-            got = self.arrays.tokens.gates
-            raise ValueError(f"pool: expected a ring for {raw.gates}, see make_ring_pool, got one for {got}")
+        if raw.by_channels != self.arrays.by_channels:
+            want, got = (GATES[by_channels] for by_channels in (raw.by_channels, self.arrays.by_channels))
+            raise ValueError(f"pool: expected a ring for {want}, see make_ring_pool, got one for {got}")
 
     def most_accepted(self, T: int) -> int:
         """A ring has all tokens of the call before, however many come now."""
@@ -98,7 +101,7 @@ class DeferredPool(StatePool):
         entry = self._entry(read, tokens.g.dtype)
         is_full = (entry.count + 1 >= ring.length) & read.is_slot
         x = jax.tree.map(lambda y: y[:, None], tokens)
-        out = by_row(partial(_respond, call=call, ring_dtype=ring.k.dtype), call, entry, x)
+        out = by_row(partial(Entry.respond, call=call, ring_dtype=ring.k.dtype), call, entry, x)
         ring = append(ring, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
 
         def renew(rows, carry):
@@ -123,7 +126,7 @@ class DeferredPool(StatePool):
         pool = pool._flush_rows(flushed, self._block(call, raw))
         tokens, ring = raw.prepare(pool.states, call), pool.arrays
         entry = pool._entry(at, tokens.g.dtype)
-        answer = partial(_respond, call=call, ring_dtype=ring.k.dtype)
+        answer = partial(Entry.respond, call=call, ring_dtype=ring.k.dtype)
         out = by_row(answer, call, entry, tokens, spans.parents)
         ring = append(ring, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
         if ring.parents is not None:
@@ -165,7 +168,7 @@ class DeferredPool(StatePool):
             return jnp.where(mask, x, 0).astype(dtype)
 
         state = self.swap(self.checkpoints.take(at)).astype(dtype)
-        return self.arrays.entry(state, cleared(held.k), cleared(held.u), cleared(held.g), held.count)
+        return Entry(state, cleared(held.k), cleared(held.u), cleared(held.g), held.count)
 
     def _emptied(self, at: Address, states: Any) -> Any:
         """The pool with other states, and nothing in the rings of some slots."""
@@ -188,11 +191,6 @@ class DeferredPool(StatePool):
     def _block(self, call: Call, raw: Any) -> int:
         """Requests that are flushed at a time: as many as fill their rings with a token, on average."""
         return 1 if call.batch_invariant else max(1, -(-raw.q.shape[0] // self.arrays.length))
-
-
-def _respond(entry: Entry, x: Any, parents: Array | None = None, **options: Any) -> Appended:
-    """The answers of entries to tokens, each by its own algebra."""
-    return entry.respond(x, parents, **options)
 
 
 def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, Any], Any], carry: Any) -> Any:

@@ -11,11 +11,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.serving import kinds, slots
 from gdn_jax.serving.arguments import check_integers
 from gdn_jax.serving.byte_states import ByteStates
-from gdn_jax.serving.channels import ChannelRaw
-from gdn_jax.serving.deferred import Entry
-from gdn_jax.serving.deferred_channels import ChannelEntry
 from gdn_jax.serving.slots import Address
-from gdn_jax.serving.tokens import Raw
 from gdn_jax.shapes import (
     STATE_LAYOUTS,
     Dims,
@@ -38,7 +34,7 @@ class RingPool(NamedTuple):
     u: Float[Array, "slots *values"]
     """Written values [slots, HO, L, V]."""
     g: Float[Array, "slots *gates"]
-    """Log decays [slots, HO, L], float32."""
+    """Log decays [slots, HO, L], or of each key channel [slots, HO, L, K], float32."""
     cursors: Int[Array, "slots *layers HO 2"]
     """`count` and `before` [slots, HO, 2], the same for all heads of a slot: a kernel that works on a head reads and
     writes the head's own."""
@@ -46,17 +42,10 @@ class RingPool(NamedTuple):
     """The parents that the last `verify` was given. None in a pool that takes chains alone: the accepted tokens of a
     tree have to be moved together in the ring, those of a chain lie together."""
 
-    tokens = Raw
-    """Kind of the tokens that a ring takes."""
-    entry = Entry
-    """Algebra of a slot."""
-    gate_names = "h ."
-    """Names of the last dimensions of g, see `shards`."""
-
-    @classmethod
-    def gate_widths(cls, K: int) -> tuple[int, ...]:
-        """Dimensions of g behind the tokens, for keys of width K."""
-        return ()
+    @property
+    def by_channels(self) -> bool:
+        """Whether the ring takes tokens with gates of each channel."""
+        return self.g.ndim == self.u.ndim
 
     @property
     def length(self) -> int:
@@ -73,21 +62,6 @@ class RingPool(NamedTuple):
         """Number of entries before the last call's tokens, which is where the first of them lies. -1 if that call
         flushed its only token."""
         return self.cursors[..., 0, 1]
-
-
-class ChannelRingPool(RingPool):
-    """A `RingPool` for a decay of each key channel, or for erase and write apart: g is [slots, HO, L, K]."""
-
-    __slots__ = ()
-
-    tokens = ChannelRaw  # pyrefly: ignore[bad-override-mutable-attribute]
-    entry = ChannelEntry
-    gate_names = "h . ."
-
-    @classmethod
-    def gate_widths(cls, K: int) -> tuple[int, ...]:
-        """Dimensions of g behind the tokens, for keys of width K."""
-        return (K,)
 
 
 def make_cursors(
@@ -145,12 +119,12 @@ def make_ring_pool(
     check_whole("num_key_heads", num_key_heads, 1)
     if HO % num_key_heads:
         raise ValueError(f"num_key_heads: expected a divisor of HO = {HO}, got {num_key_heads}")
-    kind = ChannelRingPool if channels else RingPool
-    return kind(
+    widths = (K,) if channels else ()
+    return RingPool(
         states,
         jnp.zeros((*leading, num_key_heads, length, K), dtype),
         jnp.zeros((*leading, HO, length, V), dtype),
-        jnp.zeros((*leading, HO, length, *kind.gate_widths(K)), accumulation_dtype(memory.states)),
+        jnp.zeros((*leading, HO, length, *widths), accumulation_dtype(memory.states)),
         make_cursors(jnp.zeros(leading, jnp.int32), jnp.full(leading, -1, jnp.int32), HO),
         jnp.full((*leading, length), -1, jnp.int32) if trees else None,
     )
@@ -162,7 +136,7 @@ def check_ring(pool: RingPool, states: Any, dims: Dims, layer: Any) -> None:
     axes, L = "slots" if layer is None else "slots, layers", pool.length
     check_array("pool.k", pool.k, (*leading, dims.Hk, L, dims.K), f"{axes}, Hk, L, K")
     check_array("pool.u", pool.u, (*leading, dims.HO, L, dims.V), f"{axes}, HO, L, V")
-    widths = pool.gate_widths(dims.K)
+    widths = (dims.K,) if pool.by_channels else ()
     check_array("pool.g", pool.g, (*leading, dims.HO, L, *widths), f"{axes}, HO, L{', K' * len(widths)}")
     for name, x in (("pool.k", pool.k), ("pool.u", pool.u), ("pool.g", pool.g)):
         check_floating(name, x)

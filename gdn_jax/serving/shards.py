@@ -25,10 +25,15 @@ from gdn_jax.serving.call import interpreter
 CHANNELS = 128
 """Channels of a block: every shard of a convolution has whole ones."""
 
-VECTORS = dict.fromkeys(("q", "k", "v", "f", "erase", "write", "f_bias"), "h .")
-GATES = dict.fromkeys(("a", "b", "g", "beta", "A_log", "dt_bias"), "h")
-NAMES = VECTORS | GATES | {"x": "d", "weight": "d .", "bias": "d"}
-"""Names of the last dimensions of the arrays that may be split; before them come rows and tokens."""
+PARAMETERS = {"A_log": "h", "dt_bias": "h", "weight": "d", "bias": "d"}
+NAMES = (
+    PARAMETERS
+    | dict.fromkeys(("q", "k", "v"), "h .")
+    | dict.fromkeys(("a", "b", "w", "g", "beta"), "h")
+    | {"x": "d"}
+)
+"""Names of dimensions of the arrays that may be split; any that follow have no name. In arrays of tokens, all but
+the parameters, rows and tokens come first."""
 
 
 def by_heads(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array, Any]:
@@ -84,14 +89,15 @@ leave_to_xla = jax.jit(_run, static_argnums=0, donate_argnums=1, inline=True)
 
 
 def _axes(record: Any) -> Any:
-    """Names of the dimensions of a record's arrays."""
+    """Names of the dimensions of a record's arrays. The first has no gate, and shows how many are rows and tokens."""
+    rows = "bt"[: jnp.ndim(record[0]) - len(NAMES.get(record._fields[0], "").split())]
 
     def one(name: str, x: Any) -> str | None:
         if x is None:
             return None
-        if name not in NAMES:
-            return " ".join("." * jnp.ndim(x))
-        return " ".join((*"bt"[: x.ndim - len(NAMES[name].split())], NAMES[name]))
+        names = NAMES.get(name, "").split()
+        names = [*rows, *names] if names and name not in PARAMETERS else names
+        return " ".join((*names, *"." * (jnp.ndim(x) - len(names))))
 
     return type(record)(*map(one, record._fields, record))
 

@@ -10,10 +10,9 @@ from jaxtyping import Array, Float
 
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.channels import raw_tokens
 from gdn_jax.serving.pools import Arrays, opened, serve
 from gdn_jax.serving.slots import Indices
-from gdn_jax.serving.tokens import heads_of
+from gdn_jax.serving.tokens import heads_of, raw_tokens
 
 
 def decode(

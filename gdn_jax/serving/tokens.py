@@ -1,4 +1,4 @@
-"""Tokens as a caller gives them and as the rule takes them: gates from raw a and b, unit queries and keys.
+"""Tokens as a caller gives them and as the rule takes them: gates from raw inputs, unit queries and keys.
 
 All of it is computed in float32, or float64 where an argument is: no gate and no norm is rounded between its input
 and its last use, whatever the dtypes of the inputs and of the pool. Heads that are shared are not repeated.
@@ -17,44 +17,68 @@ from gdn_jax.serving.arguments import token_dims
 from gdn_jax.serving.call import Call
 from gdn_jax.shapes import (
     STATE_LAYOUTS,
+    ArgumentError,
     Dims,
     accumulation_dtype,
     check_array,
     check_floating,
+    real_number,
     split_heads,
 )
 
 
 class Raw(NamedTuple):
-    """Tokens as the caller gave them, [..., heads, width] and [..., HO], and the parameters of the gates [HO].
+    """Tokens as the caller gave them, [..., heads, width], and the raw inputs and parameters of their gates.
 
-    Another rule has a record of its own with `check` and `prepare`, whose tokens have `split` and `step`: `channels`.
+    Gates have one number a head, [..., HO]. With a per-channel decay, or with erase and write apart, every gate has
+    an axis of channels, of length 1 where it has one number a head.
     """
 
     q: Array
     k: Array
     v: Array
     a: Array
+    """Raw input of the decay [..., HO] or [..., HO, K]."""
     b: Array
-    A_log: Array
+    """Raw input of the strength, or of what is erased [..., HO] or [..., HO, K]."""
+    w: Array | None
+    """Raw input of what is written [..., HO, V]; None: as what is erased."""
+    A_log: Any
+    """[HO], or with an axis of channels None, too."""
     dt_bias: Array
+    """[HO] or [HO, K]."""
     qkv: Array | None = None
-    """An array [..., D] whose channels q, k and v are, one behind the other, if there is one. A kernel then reads
+    """An array [..., D] whose channels q, k and v are, one after the other, if there is one. A kernel then reads
     them there, and q, k and v are never made."""
 
-    gates = "one gate a head"
-    """The gates, in words."""
+    @property
+    def by_channels(self) -> bool:
+        """Whether gates have an axis of channels."""
+        return any(_has_axes(x, len(self.q.shape)) for x in (self.a, self.b, self.w))
 
     def check(self, *, letters: str, state_layout: str) -> Dims:
         """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""
-        q, k, v, a, b, A_log, dt_bias, _ = self
+        q, k, v, a, b, w, A_log, dt_bias, _ = self
         dims = token_dims(q, k, v, letters=letters, state_layout=state_layout)
-        for name, x in (("a", a), ("b", b)):
-            check_array(name, x, (*q.shape[:-2], dims.HO), f"{letters}, HO")
+
+        def check(name: str, x: Any, shape: tuple[int, ...], axes: str, width: int, letter: str) -> None:
+            if self.by_channels:
+                one = getattr(x, "shape", (width,))[-1] == 1
+                shape, axes = (*shape, 1 if one else width), f"{axes}, {letter}"
+            check_array(name, x, shape, axes)
             check_floating(name, x)
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-            check_array(name, x, (dims.HO,), "HO")
-            check_floating(name, x)
+
+        heads = (*q.shape[:-2], dims.HO), f"{letters}, HO"
+        check("a", a, *heads, dims.K, "K")
+        check("b", b, *heads, dims.K, "K")
+        if w is not None:
+            check("w", w, *heads, dims.V, "V")
+        elif self.by_channels and b.shape[-1] > 1:
+            raise ArgumentError("w", "an array, since b has a number for each key channel", None)
+        if A_log is not None or not self.by_channels:
+            check_array("A_log", A_log, (dims.HO,), "HO")
+            check_floating("A_log", A_log)
+        check("dt_bias", dt_bias, (dims.HO,), "HO", a.shape[-1], "K")
         return dims
 
     def prepare(self, states: Any, call: Call) -> "Tokens":
@@ -64,36 +88,83 @@ class Raw(NamedTuple):
           states: the array of the states, or another of its dtype.
         """
         dtype = accumulation_dtype(*self, states)
-        q, k, v = (x.astype(dtype) for x in self[:3])
+        q, k, v, a, b = (x.astype(dtype) for x in self[:5])
         if call.use_qk_l2norm:
             q, k = gates.l2norm(q), gates.l2norm(k)
-        g = gates.log_decay(self.a.astype(dtype), self.A_log, self.dt_bias)
-        beta = gates.write_strength(self.b.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)
-        return Tokens(q, k, v, g, beta)
+        if not self.by_channels:
+            g = gates.log_decay(a, self.A_log, self.dt_bias)
+            return Tokens(q, k, v, g, gates.write_strength(b, allow_neg_eigval=call.allow_neg_eigval), None)
+        bias = jnp.broadcast_to(self.dt_bias, a.shape[-2:])
+        g = gates.channel_log_decay(a, self.A_log, bias, call.lower_bound)
+        g = jnp.broadcast_to(g, (*g.shape[:-1], k.shape[-1]))
+        erase = gates.write_strength(b, allow_neg_eigval=call.allow_neg_eigval)
+        write = erase if self.w is None else gates.write_strength(self.w.astype(dtype))
+        return Tokens(q, k, v, g, erase, write)
 
     def with_token_axis(self) -> "Raw":
         """One token of every request, [B, ...], as [B, 1, ...]."""
         q, k, v, a, b = (x[:, None] for x in self[:5])
-        return Raw(q, k, v, a, b, self.A_log, self.dt_bias, None if self.qkv is None else self.qkv[:, None])
+        w, qkv = (None if x is None else x[:, None] for x in (self.w, self.qkv))
+        return Raw(q, k, v, a, b, w, self.A_log, self.dt_bias, qkv)
 
 
 class Tokens(NamedTuple):
-    """Tokens as `definition.recurrent_step` takes them, without its state; their heads are not split yet."""
+    """Tokens as a step of `definition` takes them, without its state; their heads are not split yet."""
 
     q: Float[Array, "*B Hq K"]
     k: Float[Array, "*B Hk K"]
     v: Float[Array, "*B HV V"]
-    g: Float[Array, "*B HO"]
-    beta: Float[Array, "*B HO"]
+    g: Array
+    """[*B, HO], or with a write [*B, HO, K]."""
+    erase: Array
+    """[*B, HO], or with a write [*B, HO, K] or [*B, HO, 1]."""
+    write: Any
+    """[*B, HO, V] or [*B, HO, 1]; None for tokens of one gate a head, whose strength is `erase`."""
 
     def split(self, x: Array) -> Array:
         """The head axis of an array [B, heads, ...], as axes that broadcast: see `split_heads`."""
-        return split_heads(x, 1, (*(y.shape[-2] for y in self[:3]), self.g.shape[-1]))
+        HO = self.g.shape[self.q.ndim - 2]
+        return split_heads(x, 1, (*(y.shape[-2] for y in self[:3]), HO))
 
     def step(self, h: Float[Array, "B HO K V"], call: Call) -> tuple[Array, Array]:
         """One token of every request: the new states [B, HO, K, V] and the outputs [B, HO, V]."""
-        new, o = definition.recurrent_step(self.split(h), *map(self.split, self), scale=call.scale)
+        step = definition.recurrent_step if self.write is None else definition.channel_step
+        new, o = step(self.split(h), *(self.split(x) for x in self if x is not None), scale=call.scale)
         return new.reshape(h.shape), o.reshape(*h.shape[:2], h.shape[3])
+
+
+def raw_tokens(
+    q: Array,
+    k: Array,
+    v: Array,
+    a: Any,
+    b: Any,
+    w: Any,
+    A_log: Any,
+    dt_bias: Any,
+    *,
+    qkv: Array | None = None,
+    lower_bound: Any,
+) -> Raw:
+    """The record of tokens that the arguments of `decode` or `verify` are.
+
+    Raises:
+      ValueError: lower_bound is not below 0.
+    """
+    if lower_bound is not None and not real_number("lower_bound", lower_bound) < 0:
+        raise ArgumentError("lower_bound", "a number below 0 or None", lower_bound)
+    heads = len(getattr(q, "shape", ())) - 1
+    if w is None and lower_bound is None and not _has_axes(a, heads + 1) and not _has_axes(b, heads + 1):
+        return Raw(q, k, v, a, b, w, A_log, dt_bias, qkv)
+
+    def channels(x: Any, axes: int = heads) -> Any:
+        return x if _has_axes(x, axes + 1) or not hasattr(x, "shape") else x[..., None]
+
+    return Raw(q, k, v, channels(a), channels(b), channels(w), A_log, channels(dt_bias, 1), qkv)
+
+
+def _has_axes(x: Any, number: int) -> bool:
+    return len(getattr(x, "shape", ())) >= number
 
 
 def by_row(f: Callable, call: Call, *rows: Any) -> Any:

@@ -11,8 +11,8 @@ FAULTS = (
     ),
     Fault(
         "a ring of channels is matched with decays until its entries",
-        "until = jnp.flip(jnp.cumsum(jnp.flip(g, -2), -2), -2)",
-        "until = jnp.cumsum(g, -2)",
+        "until = jnp.flip(jnp.cumsum(jnp.flip(g, tokens), tokens), tokens)",
+        "until = jnp.cumsum(g, tokens)",
         "tests/serving/test_serving_family.py::test_decode",
     ),
     Fault(
@@ -161,8 +161,8 @@ FAULTS = (
     ),
     Fault(
         "the state of an empty ring of channels is added to nothing",
-        "return jnp.where(like(count == 0, new), S0, new).reshape(self.state.shape)\n\n    def respond(  # pyrefly",
-        "return new.reshape(self.state.shape)\n\n    def respond(  # pyrefly",
+        "return jnp.where(like(count == 0, new), S0, new).reshape(self.state.shape)",
+        "return new.reshape(self.state.shape)",
         "tests/serving/test_serving_family.py::test_decode",
     ),
     Fault(
@@ -173,8 +173,8 @@ FAULTS = (
     ),
     Fault(
         "negative eigenvalues double a write of its own",
-        "gates.write_strength(self.write.astype(dtype))",
-        "gates.write_strength(self.write.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)",
+        "gates.write_strength(self.w.astype(dtype))",
+        "gates.write_strength(self.w.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)",
         "tests/serving/test_serving_family.py::test_a_write_is_never_doubled",
     ),
     Fault(
