@@ -25,8 +25,7 @@ from gdn_jax.checks import family_oracle, oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive
-from gdn_jax.serving.byte_states import decoded
-from gdn_jax.serving.kinds import of_dtype
+from gdn_jax.serving.byte_states import decoded, of_dtype
 
 
 class Line(NamedTuple):

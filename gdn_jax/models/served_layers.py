@@ -18,11 +18,11 @@ from gdn_jax.parts.attention import attend
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
+from gdn_jax.serving.byte_states import of_dtype
 from gdn_jax.serving.call import At, Spans
-from gdn_jax.serving.kinds import of_dtype
-from gdn_jax.serving.pools import draft_slots
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.states import StatePool
+from gdn_jax.serving.step import draft_slots
 from gdn_jax.shapes import check_whole
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.serving.arguments import capacity, check_integers, slot_count
+from gdn_jax.serving.pools import GRID
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
-from gdn_jax.serving.states import GRID
 from gdn_jax.shapes import check_whole
 
 Prefill = Callable[..., tuple[jax.Array, Any]]

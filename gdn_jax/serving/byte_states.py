@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Num
 
 from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_places
+from gdn_jax.serving.pools import Pool
 from gdn_jax.serving.slots import Address
-from gdn_jax.serving.states import StatePool
 from gdn_jax.shapes import Dims, check_array, check_floating
 
 
@@ -47,7 +47,7 @@ class ByteStates(NamedTuple):
     """float32; 0 for a row of zeros."""
 
 
-class BytePool(StatePool):
+class BytePool(Pool, of=ByteStates):
     """The arrays of `ByteStates`, with the operations of serving in plain JAX."""
 
     arrays: ByteStates
@@ -79,6 +79,10 @@ class BytePool(StatePool):
         """The pool with states in some slots, rounded to codes."""
         return self.holding(slots.put(self.arrays, at, encoded(states, self.states.dtype)))
 
+    def beside_rings(self) -> tuple[Any, Any]:
+        """The codes and their scales."""
+        return self.arrays.codes, self.arrays.scale
+
 
 def make_byte_states(states: Float[Array, "slots *state"], *, dtype: DTypeLike = jnp.int8) -> ByteStates:
     """States in 8 bits, for `make_ring_pool`.
@@ -95,6 +99,21 @@ def make_byte_states(states: Float[Array, "slots *state"], *, dtype: DTypeLike =
         want = "[slots, HO, K, V] or [slots, layers, HO, K, V]"
         raise ValueError(f"states: expected shape {want}, got {states.shape}")
     return encoded(states, dtype)
+
+
+def of_dtype(states: Float[Array, "slots *state"], dtype: DTypeLike) -> Array | ByteStates:
+    """The arrays of a pool that holds states in a dtype: floating, or of 8 bits with scales.
+
+    Raises:
+      ValueError: there are no states of that dtype.
+    """
+    if jnp.dtype(dtype).name in CODES:
+        return make_byte_states(states, dtype=dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize == 1:
+        raise ValueError(
+            f"dtype: expected a floating dtype of 16 bits or more, or {' or '.join(CODES)}, got {dtype!r}"
+        )
+    return states.astype(dtype)
 
 
 def encoded(states: Float[Array, "*N rows columns"], dtype: DTypeLike) -> ByteStates:

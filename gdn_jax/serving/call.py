@@ -70,6 +70,9 @@ class At(NamedTuple):
     has_initial_state: Any = None
     checkpoint_slots: Any = None
 
+    is_tree = False
+    """Whether tokens of a call may follow others than the one before."""
+
     def check(self, pool: Any, letters: str, number: int | None, *, unique: bool = True) -> None:
         """Raises ValueError unless there are so many slots to read and to write, and where known values are wrong.
 
@@ -93,12 +96,17 @@ class Spans(NamedTuple):
     parents: Any = None
     layer: Any = None
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether tokens of a call may follow others than the one before."""
+        return self.parents is not None
+
     def check(self, pool: Any, letters: str, N: int, T: int) -> None:
         """Raises ValueError for arrays that are not those of N requests of T tokens, and for wrong known values."""
         shape, letters = ((N, T), letters) if pool.slot_per_token else ((N,), "N")
         check = partial(check_slots, size=pool.size, null_slot=pool.null_slot, unique=True)
         check("state_slots", self.state_slots, shape, letters)
-        pool.check_drafts(T, self.parents is not None)
+        pool.check_drafts(T, self.is_tree)
         check_integers("num_accepted_tokens", self.num_accepted_tokens, (N,), "N")
         check_range("num_accepted_tokens", self.num_accepted_tokens, 1, pool.most_accepted(T))
         if self.num_tokens is not None:

@@ -13,7 +13,6 @@ from gdn_jax.parts import conv
 from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_pool, check_sequences
 from gdn_jax.serving.call import At, Spans
-from gdn_jax.serving.pools import choose
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.windows import Channels, WindowPool
 from gdn_jax.shapes import check_array
@@ -58,8 +57,7 @@ def causal_conv1d(
     at = At(read_slots, write_slots, layer, has_initial_state)
     at.check(windows, "N", cu_seqlens.shape[0] - 1)
     tokens = Channels(x, weight, bias, cu_seqlens.astype(np.int32))  # which may be narrow or unsigned
-    y, windows = shards.leave_to_xla(("prefill", activation), windows, tokens, at)
-    return y, windows.arrays
+    return shards.left_to_xla((WindowPool.prefill, activation), windows, tokens, at)
 
 
 def causal_conv1d_update(
@@ -95,10 +93,9 @@ def causal_conv1d_update(
     at.check(windows, "B", x.shape[0])
     conv.check(x[:, None], weight, bias, activation)
     tokens = Channels(x, weight, bias)
-    windows = choose(windows, implementation, tokens, at)
-    run = shards.by_heads if windows.is_opaque else shards.leave_to_xla
-    y, windows = run(("decode", activation), windows, tokens, at)
-    return y, windows.arrays
+    windows = windows.by(implementation, tokens, at)
+    run = shards.by_heads if windows.is_opaque else shards.left_to_xla
+    return run((type(windows).decode, activation), windows, tokens, at)
 
 
 def causal_conv1d_verify(
@@ -136,8 +133,7 @@ def causal_conv1d_verify(
     windows = _checked(x, pool, weight, layer, null_slot)
     spans = Spans(state_slots, num_accepted_tokens, num_tokens, parents, layer)
     spans.check(windows, "N, T", *x.shape[:2])
-    y, windows = shards.leave_to_xla(("verify", activation), windows, Channels(x, weight, bias), spans)
-    return y, windows.arrays
+    return shards.left_to_xla((WindowPool.verify, activation), windows, Channels(x, weight, bias), spans)
 
 
 def _checked(x, pool, weight, layer, null_slot: int | None) -> WindowPool:

@@ -11,10 +11,11 @@ from gdn_jax.rule import arguments
 from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_integers, check_sequences, check_slots, check_values
 from gdn_jax.serving.call import At, PromptCall
-from gdn_jax.serving.pools import Arrays, by_kernels, opened
+from gdn_jax.serving.pools import GRID
 from gdn_jax.serving.prompt_tokens import Prompts
+from gdn_jax.serving.ring_arrays import Arrays
 from gdn_jax.serving.slots import Indices
-from gdn_jax.serving.states import GRID
+from gdn_jax.serving.states import opened
 from gdn_jax.serving.tokens import heads_of
 from gdn_jax.shapes import check_array, check_channels, check_whole
 
@@ -112,14 +113,12 @@ def prefill(
         check_values(partial(_check_apart, null_slot), written, checkpoint_slots)
     options = dict(batch_invariant=batch_invariant, chunk_size=chunk_size, checkpoint_every=checkpoint_every)
     call = PromptCall(scale, use_qk_l2norm, implementation=implementation, **options).checked(dims)
-    work, fast, of_heads = ("prefill", call), by_kernels(memory), tokens.of_heads
+    fast, of_heads = memory.by_kernels(), tokens.of_heads
     if of_heads is None or not fast.takes_prompts(call, of_heads):
-        o, memory = shards.leave_to_xla(work, memory, tokens, at)
-        return o, memory.arrays
+        return shards.left_to_xla((type(memory).prefill, call), memory, tokens, at)
     if arguments.debug_checks_are_on():
         arguments.check_values(dims.T, g, None)
-    o, fast = shards.by_heads(work, fast, of_heads, at)
-    return o, fast.arrays
+    return shards.by_heads((type(fast).prefill, call), fast, of_heads, at)
 
 
 def prefill_packed(

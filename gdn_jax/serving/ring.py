@@ -1,218 +1,19 @@
-"""Deferred writes: a slot is a checkpoint state and a ring of the tokens since. Decoding seldom writes a state then.
+"""Calls on rings besides those of tokens: rejected drafts are dropped, rings flushed, and present states shown."""
 
-A flush makes the ring part of the checkpoint. It happens when the ring is full. Drafts of a speculative step are
-appended like any token; those that are not accepted vanish by counting the ring's tokens without them. The equations
-are in `deferred`.
+from typing import Any
 
-Source: the deferred state writes of Dao's "ReplaySSM"; FlashInfer's `gated_delta_rule_stp_ucache_flush`.
-"""
+from jaxtyping import Array, Float
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar
-
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float
-
-from gdn_jax.serving import kinds, shards, slots
+from gdn_jax.serving import shards
 from gdn_jax.serving.arguments import check_integers, check_layer, check_range
-from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.deferred import Entry
-from gdn_jax.serving.ring_arrays import RingPool, append, check_ring, drop, put_counts, put_parents
-from gdn_jax.serving.slots import Address, Indices
-from gdn_jax.serving.states import StatePool, outputs
-from gdn_jax.serving.tokens import alone, by_row
-from gdn_jax.shapes import STATE_LAYOUTS, Dims, accumulation_dtype, check_array, check_choice
-
-GATES = "one gate a head", "gates of each channel, or erase and write apart"
-"""The gates of tokens without and with an axis of channels, in words."""
+from gdn_jax.serving.call import At, Spans
+from gdn_jax.serving.deferred_pool import DeferredPool
+from gdn_jax.serving.ring_arrays import RingPool
+from gdn_jax.serving.slots import Indices
+from gdn_jax.shapes import STATE_LAYOUTS, check_array, check_choice
 
 
-class DeferredPool(StatePool):
-    """The arrays of a `RingPool`: states in a pool of any other kind, and a ring of tokens beside each."""
-
-    arrays: RingPool
-    slot_per_token: ClassVar[bool] = False
-    is_opaque: ClassVar[bool] = True
-
-    @property
-    def names(self) -> Any:  # pyrefly: ignore[bad-override]
-        """Names of the arrays' last dimensions."""
-        rings = ("h . .", "h . .", "h . ." if self.arrays.by_channels else "h .", "h .", ".")
-        return self.arrays._make((self.checkpoints.names, *rings))
-
-    @property
-    def checkpoints(self) -> StatePool:
-        """The pool of the checkpoints."""
-        return kinds.opened(self.arrays.state, self.layout, self.null_slot)
-
-    @property
-    def states(self) -> Any:
-        """The checkpoints as they lie in memory."""
-        return self.checkpoints.states
-
-    def check(self, dims: Dims, layer: Any) -> None:
-        """Raises ValueError unless checkpoints and rings have the heads and widths of a call."""
-        self.checkpoints.check(dims, layer)
-        check_ring(self.arrays, self.states, dims, layer)
-
-    def check_tokens(self, raw: Any) -> None:
-        """Raises ValueError for tokens whose decays are not those of the rings."""
-        if raw.by_channels != self.arrays.by_channels:
-            want, got = (GATES[by_channels] for by_channels in (raw.by_channels, self.arrays.by_channels))
-            raise ValueError(f"pool: expected a ring for {want}, see make_ring_pool, got one for {got}")
-
-    def most_accepted(self, T: int) -> int:
-        """A ring has all tokens of the call before, however many come now."""
-        return self.arrays.length
-
-    def check_drafts(self, T: int, is_tree: bool) -> None:
-        """Raises ValueError where a ring is shorter than T, or is not made for trees and has to take one."""
-        if T > self.arrays.length:
-            raise ValueError(
-                f"q: expected at most {self.arrays.length} tokens, the length of the ring, got {T}"
-            )
-        if is_tree and self.arrays.parents is None:
-            raise ValueError("parents: expected a ring that is made for trees, see make_ring_pool")
-
-    def take(self, at: Address) -> Float[Array, "*N HO _ _"]:
-        """Present states in float32, or in float64 for checkpoints in it."""
-        return self.swap(self._entry(at, accumulation_dtype(self.states)).present())
-
-    def put(self, at: Address, states: Float[Array, "*N HO _ _"]) -> Any:
-        """The pool with whole states in some slots, and nothing in their rings."""
-        return self._emptied(at, self.checkpoints.put(at, states).arrays)
-
-    def decode(self, call: Call, raw: Any, at: At) -> tuple[Float[Array, "B HO V"], Any]:
-        """`serving.decode` of tokens [B, ...]."""
-        if at.write_slots is not None:
-            return self.on_copies(at, lambda pool, at: pool.decode(call, raw, at))
-        return self._append_token(call, raw, at)
-
-    def _append_token(self, call: Call, raw: Any, at: At) -> tuple[Float[Array, "B HO V"], Any]:
-        """A token in the ring of each request.
-
-        Where it fills the ring, the present state is made, takes the token as in plain decoding, and is written.
-        """
-        read, ring = self.address(at.read_slots, at.layer), self.arrays
-        tokens = raw.prepare(self.states, call)
-        entry = self._entry(read, tokens.g.dtype)
-        is_full = (entry.count + 1 >= ring.length) & read.is_slot
-        x = jax.tree.map(lambda y: y[:, None], tokens)
-        out = by_row(partial(Entry.respond, call=call, ring_dtype=ring.k.dtype), call, entry, x)
-        ring = append(ring, read.only(~is_full), entry.count[:, None], tokens.k[:, None], out.u, x.g)
-
-        def renew(rows, carry):
-            checkpoints, o = carry
-            some, x = jax.tree.map(lambda y: slots.rows_of(y, rows), (entry, tokens))
-            take_token = alone(lambda entry, x: x.step(entry.present(), call))
-            h, new_o = take_token(some, x)
-            return checkpoints.put(read.rows(rows), self.swap(h)), o.at[rows].set(new_o, mode="drop")
-
-        carry = (self.holding(ring).checkpoints, out.o[:, 0])
-        checkpoints, o = _blocks_of_rows(is_full, self._block(call, raw), renew, carry)
-        is_full = entry.count + 1 >= ring.length  # of padding too
-        count, before = jnp.where(is_full, 0, entry.count + 1), jnp.where(is_full, -1, entry.count)
-        ring = put_counts(ring._replace(state=checkpoints.arrays), read, count, before)
-        return outputs(o, read.is_slot, raw), self.holding(ring)
-
-    def verify(self, call: Call, raw: Any, spans: Spans) -> tuple[Float[Array, "N T HO V"], Any]:
-        """`serving.verify` of tokens [N, T, ...]. Where they find no room, the accepted ones are flushed first."""
-        at, T, num_tokens = self._span(spans, raw), raw.q.shape[1], spans.num_tokens
-        pool = self.holding(drop(self.arrays, at, spans.num_accepted_tokens))
-        flushed = at.only(slots.take(pool.arrays.count, at) + T > pool.arrays.length)
-        pool = pool._flush_rows(flushed, self._block(call, raw))
-        tokens, ring = raw.prepare(pool.states, call), pool.arrays
-        entry = pool._entry(at, tokens.g.dtype)
-        answer = partial(Entry.respond, call=call, ring_dtype=ring.k.dtype)
-        out = by_row(answer, call, entry, tokens, spans.parents)
-        ring = append(ring, at, entry.count[:, None] + jnp.arange(T), tokens.k, out.u, tokens.g)
-        if ring.parents is not None:
-            ring = put_parents(ring, at, spans.parents, T)
-        added = T if num_tokens is None else num_tokens.astype(jnp.int32)
-        ring = put_counts(ring, at, entry.count + added, entry.count)
-        return outputs(out.o, spans.is_token(T) & at.is_slot[:, None], raw), self.holding(ring)
-
-    def accept(self, spans: Spans) -> Any:
-        """The pool without the tokens of the last call that were not accepted."""
-        accepted = spans.num_accepted_tokens
-        at = self.address(spans.state_slots, spans.layer).only(accepted >= 1)
-        ring = drop(self.arrays, at, accepted)
-        count = slots.take(ring.count, at)
-        return self.holding(put_counts(ring, at, count, count - 1))
-
-    def flush(self, at: At) -> Any:
-        """The pool with the rings of some slots made part of their checkpoints."""
-        return self._flush_rows(self.address(at.read_slots, at.layer), max(1, at.read_slots.shape[0]))
-
-    def snapshot(self, at: At) -> Float[Array, "N HO _ _"]:
-        """The present states of some slots."""
-        return self.take(self.address(at.read_slots, at.layer))
-
-    def _span(self, spans: Spans, raw: Any) -> Address:
-        """Slots of the requests; one with a wrong number of accepted tokens is padding."""
-        accepted = slots.widened(spans.num_accepted_tokens)
-        at = self.address(spans.state_slots, spans.layer)
-        return at.only((accepted >= 1) & (accepted <= self.most_accepted(raw.q.shape[1])))
-
-    def _entry(self, at: Address, dtype) -> Entry:
-        """Slots as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
-        rings: Any = {"state": None}  # which their own pool takes out
-        held: RingPool = slots.take(self.arrays._replace(**rings), at)
-        real = jnp.arange(held.length) < held.count[:, None]
-
-        def cleared(x: Array) -> Array:
-            mask = real.reshape(real.shape[0], 1, held.length, *(1,) * (x.ndim - 3))
-            return jnp.where(mask, x, 0).astype(dtype)
-
-        state = self.swap(self.checkpoints.take(at)).astype(dtype)
-        return Entry(state, cleared(held.k), cleared(held.u), cleared(held.g), held.count)
-
-    def _emptied(self, at: Address, states: Any) -> Any:
-        """The pool with other states, and nothing in the rings of some slots."""
-        # The cursors hang on the states, which may come from what they were: XLA copies what is read after it is
-        # written.
-        states, cursors = lax.optimization_barrier((states, self.arrays.cursors))
-        return self.holding(put_counts(self.arrays._replace(state=states, cursors=cursors), at, 0, -1))
-
-    def _flush_rows(self, at: Address, block: int) -> Any:
-        """The pool with the rings of some slots made part of their checkpoints, so many at a time."""
-
-        def fold(rows, checkpoints):
-            some = at.rows(rows)
-            pool = self.holding(self.arrays._replace(state=checkpoints.arrays))
-            return checkpoints.put(some, pool.take(some))
-
-        checkpoints = _blocks_of_rows(at.is_slot, block, fold, self.checkpoints)
-        return self._emptied(at, checkpoints.arrays)
-
-    def _block(self, call: Call, raw: Any) -> int:
-        """Requests that are flushed at a time: as many as fill their rings with a token, on average."""
-        return 1 if call.batch_invariant else max(1, -(-raw.q.shape[0] // self.arrays.length))
-
-
-def _blocks_of_rows(wanted: Bool[Array, " B"], block: int, f: Callable[[Array, Any], Any], carry: Any) -> Any:
-    """carry <- f(rows, carry) for blocks of the rows that are wanted; a block is filled up with `BEYOND`.
-
-    One row in L is wanted of most calls: what f does costs as much as there is to do, not as much as there might be.
-    """
-    B = wanted.shape[0]
-    if B == 0:
-        return carry
-    order = jnp.where(jnp.sort(~wanted, stable=True), slots.BEYOND, jnp.argsort(~wanted, stable=True))
-    order = jnp.pad(order, (0, -B % block), constant_values=slots.BEYOND)
-    number = jnp.sum(wanted)
-
-    def body(state):
-        i, carry = state
-        return i + block, f(lax.dynamic_slice(order, (i,), (block,)), carry)
-
-    return lax.while_loop(lambda state: state[0] < number, body, (jnp.int32(0), carry))[1]
-
-
-def _opened(pool: Any, layout: str, null_slot: int | None, layer: Any) -> DeferredPool:
+def _rings(pool: Any, layout: str, null_slot: int | None, layer: Any) -> DeferredPool:
     check_choice("state_layout", layout, STATE_LAYOUTS)
     if not isinstance(pool, RingPool):
         raise ValueError(f"pool: expected a RingPool, see make_ring_pool, got {type(pool).__name__}")
@@ -248,12 +49,12 @@ def accept(
     Raises:
       ValueError: an argument is wrong.
     """
-    rings = _opened(pool, STATE_LAYOUTS[0], null_slot, layer)
+    rings = _rings(pool, STATE_LAYOUTS[0], null_slot, layer)
     At(read_slots).check(rings, "N", None)
     check_integers("num_accepted_tokens", num_accepted_tokens, tuple(read_slots.shape), "N")
     check_range("num_accepted_tokens", num_accepted_tokens, 1, pool.length)
     spans = Spans(read_slots, num_accepted_tokens, layer=layer)
-    return shards.change(("accept",), rings.axes, rings, spans).arrays
+    return shards.change((DeferredPool.accept,), rings.axes, rings, spans).arrays
 
 
 def flush(
@@ -275,9 +76,9 @@ def flush(
     Raises:
       ValueError: an argument is wrong.
     """
-    rings, at = _opened(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
+    rings, at = _rings(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
     at.check(rings, "N", None)
-    return shards.change(("flush",), rings.axes, rings, at).arrays
+    return shards.change((DeferredPool.flush,), rings.axes, rings, at).arrays
 
 
 def snapshot(
@@ -300,6 +101,6 @@ def snapshot(
     Raises:
       ValueError: an argument is wrong.
     """
-    rings, at = _opened(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
+    rings, at = _rings(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
     at.check(rings, "N", None, unique=False)
-    return shards.look(("snapshot",), "n h . .", rings, at)
+    return shards.look((DeferredPool.snapshot,), "n h . .", rings, at)

@@ -8,10 +8,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.serving import kinds, slots
+from gdn_jax.serving import slots
 from gdn_jax.serving.arguments import check_integers
 from gdn_jax.serving.byte_states import ByteStates
 from gdn_jax.serving.slots import Address
+from gdn_jax.serving.states import opened
 from gdn_jax.shapes import (
     STATE_LAYOUTS,
     Dims,
@@ -64,6 +65,10 @@ class RingPool(NamedTuple):
         return self.cursors[..., 0, 1]
 
 
+Arrays = Float[Array, "slots *state"] | ByteStates | RingPool
+"""Types of a caller's pool of states."""
+
+
 def make_cursors(
     count: Int[Array, "slots *layers"], before: Int[Array, "slots *layers"], heads: int
 ) -> Int[Array, "slots *layers HO 2"]:
@@ -100,7 +105,7 @@ def make_ring_pool(
     """
     check_choice("state_layout", state_layout, STATE_LAYOUTS)
     check_flags(trees=trees, channels=channels)
-    memory = kinds.opened(states, state_layout)
+    memory = opened(states, state_layout)
     memory.check_dtype("states")
     shape = memory.states.shape
     if len(shape) not in (4, 5):

@@ -3,10 +3,11 @@
 XLA splits plain JAX by itself. What it cannot look into, a kernel, and what it does not see to be split, an append
 to rings, are split here, by heads "h" or channels "d". Slots and requests never are: any request may name any slot.
 
-A piece of work is the name of a pool's method and the static arguments that come before its arrays.
+A piece of work is a method of a kind of pool, and the options that it takes after the pool and before other arrays.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,18 +38,26 @@ the parameters, rows and tokens come first."""
 
 
 def by_heads(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array, Any]:
-    """Outputs and the pool, which is donated; every device computes those of its own heads.
+    """Outputs and the arrays of the pool, which is donated; every device computes those of its own heads.
 
     Args:
       work: the method and its options.
-      pool: the pool that has the method.
+      pool: the pool, of the kind that has the method.
       tokens, where: records of arrays or None. The outputs have the dimensions of the first array of tokens.
     """
     if arguments.debug_checks_are_on():
         _warn_of_gathered(pool, tokens)
     if interpreter.get() is not None:
-        return _run(work, *jax.tree.map(jnp.asarray, (pool, tokens, where)))
-    return change(work, (_axes(tokens)[0], pool.axes), pool, tokens, where)
+        o, pool = _run(work, *jax.tree.map(jnp.asarray, (pool, tokens, where)))
+    else:
+        o, pool = change(work, (_axes(tokens)[0], pool.axes), pool, tokens, where)
+    return o, pool.arrays
+
+
+def left_to_xla(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Array, Any]:
+    """The same by XLA, which splits the work by itself, as the arguments lie."""
+    o, pool = _change(work, pool, tokens, where)
+    return o, pool.arrays
 
 
 def is_split(*arrays: Any) -> bool:
@@ -61,21 +70,19 @@ def is_split(*arrays: Any) -> bool:
 
 def _run(work: tuple, pool: Any, *args: Any) -> Any:
     method, *options = work
-    return getattr(pool, method)(*options, *args)
+    return method(pool, *options, *args)
 
 
 def _on_heads(work: tuple, results: Any, pool: Any, *records: Any) -> Any:
     """Work on records of arrays, by the heads of every device; results: names of the dimensions of what it gives."""
-    method, *options = work
     args, axes = (pool, *records), (pool.axes, *map(_axes, records))
-    sizes = _sizes(args, axes)
-
-    def run(pool, *records):
-        if not pool.is_opaque or expected_shards((pool, *records)) is None:
-            return getattr(pool, method)(*options, *records)
-        return on_shards(_run, work, (pool, *records), axes, lambda _: results, sizes)
-
-    return on_explicit_shards(run, args, axes, results, sizes, in_place=pool.is_opaque)
+    if lie_on_explicit_axes(*jax.tree.leaves(args)):
+        run, sizes = partial(_run, work), _sizes(args, axes)
+        return on_explicit_shards(run, args, axes, results, sizes, in_place=pool.is_opaque)
+    if pool.is_opaque and expected_shards(args) is not None:
+        return on_shards(_run, work, args, axes, lambda _: results, _sizes(args, axes))
+    method, *options = work
+    return method(pool, *options, *records)
 
 
 change = jax.jit(_on_heads, static_argnums=(0, 1), donate_argnums=2, inline=True)
@@ -84,8 +91,7 @@ change = jax.jit(_on_heads, static_argnums=(0, 1), donate_argnums=2, inline=True
 look = jax.jit(_on_heads, static_argnums=(0, 1), inline=True)
 """`_on_heads`, compiled; the pool stays as it is."""
 
-leave_to_xla = jax.jit(_run, static_argnums=0, donate_argnums=1, inline=True)
-"""Work that XLA splits by itself, as the arguments lie; the pool is donated."""
+_change = jax.jit(_run, static_argnums=0, donate_argnums=1, inline=True)
 
 
 def _axes(record: Any) -> Any:

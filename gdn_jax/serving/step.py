@@ -10,9 +10,12 @@ from jaxtyping import Array, Float
 
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.pools import Arrays, opened, serve
+from gdn_jax.serving.pools import Pool
+from gdn_jax.serving.ring_arrays import Arrays
 from gdn_jax.serving.slots import Indices
-from gdn_jax.serving.tokens import heads_of, raw_tokens
+from gdn_jax.serving.states import opened
+from gdn_jax.serving.tokens import Raw, heads_of, raw_tokens
+from gdn_jax.shapes import STATE_LAYOUTS
 
 
 def decode(
@@ -89,7 +92,8 @@ def decode(
     call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation, lower_bound)
     memory, at = opened(pool, state_layout, null_slot), At(read_slots, write_slots, layer)
     raw = raw_tokens(q, k, v, a, b, w, A_log, dt_bias, lower_bound=lower_bound)
-    return serve("decode", call, raw, memory, at)
+    call, memory = _checked("B", call, raw, memory, at)
+    return shards.by_heads((type(memory).decode, call), memory, raw, at)
 
 
 def decode_packed(
@@ -130,8 +134,9 @@ def decode_packed(
     together = None if shards.is_split(memory, qkv) else qkv
     gates = dict(qkv=together, lower_bound=lower_bound)
     raw = raw_tokens(*heads_of(qkv, memory), a, b, w, A_log, dt_bias, **gates)
-    call = Call(lower_bound=lower_bound, **options)
-    return serve("decode", call, raw, memory, At(read_slots, write_slots, layer))
+    at = At(read_slots, write_slots, layer)
+    call, memory = _checked("B", Call(lower_bound=lower_bound, **options), raw, memory, at)
+    return shards.by_heads((type(memory).decode, call), memory, raw, at)
 
 
 def verify(
@@ -201,4 +206,23 @@ def verify(
     memory = opened(pool, state_layout, null_slot)
     spans = Spans(state_slots, num_accepted_tokens, num_tokens, parents, layer)
     raw = raw_tokens(q, k, v, a, b, w, A_log, dt_bias, lower_bound=lower_bound)
-    return serve("verify", call, raw, memory, spans)
+    call, memory = _checked("N, T", call, raw, memory, spans)
+    return shards.by_heads((type(memory).verify, call), memory, raw, spans)
+
+
+def draft_slots(arrays: Arrays, state_slots: Indices) -> Indices:
+    """The slots [N, T] of a step's drafts as `verify` takes them for a pool: [N] where a request has one slot."""
+    return state_slots if opened(arrays, STATE_LAYOUTS[0]).slot_per_token else state_slots[:, 0]
+
+
+def _checked(letters: str, call: Call, raw: Raw, pool: Pool, where: At | Spans) -> tuple[Call, Pool]:
+    """The options of a call of `decode` or `verify`, and the pool by the implementation that runs it.
+
+    Args:
+      letters: the axes of tokens before their heads.
+    """
+    dims = raw.check(letters=letters, state_layout=pool.layout)
+    pool.check_tokens(raw)
+    pool.check(dims, where.layer)
+    where.check(pool, letters, *raw.q.shape[:-2])
+    return call.checked(dims), pool.by(call.implementation, raw, where)

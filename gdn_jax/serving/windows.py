@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.parts import conv
-from gdn_jax.serving import slots
-from gdn_jax.serving.call import At, Spans
-from gdn_jax.serving.states import StatePool
+from gdn_jax.serving import kernels, slots
+from gdn_jax.serving.call import At, Spans, interpreter
+from gdn_jax.serving.pools import Pool
 from gdn_jax.serving.tokens import walk
 
 
@@ -21,7 +21,7 @@ class Channels(NamedTuple):
     cu_seqlens: Any = None
 
 
-class WindowPool(StatePool):
+class WindowPool(Pool):
     """An array of windows [slots, D, W - 1]. The one option of its operations is the activation."""
 
     names: ClassVar[Any] = "d ."
@@ -48,3 +48,34 @@ class WindowPool(StatePool):
         y, windows = conv.causal_conv1d(x, weight, bias, **options)
         y = jnp.where(slots.is_real(cu_seqlens, read, x.shape[1])[:, None], y, 0)
         return y, self.put(write, windows)
+
+    def by_kernels(self) -> "WindowKernels":
+        """The same pool by the kernel of a token."""
+        return WindowKernels(self.arrays, self.layout, self.null_slot)
+
+
+class WindowKernels(WindowPool):
+    """A `WindowPool` by the kernel of a token."""
+
+    is_opaque: ClassVar[bool] = True
+
+    def unsupported(self, tokens: Channels, where: Any) -> str | None:
+        """Why the kernel cannot run a call of `causal_conv1d_update` on JAX's default device; None if it can."""
+        from pallas_kernels.decode import conv_update
+
+        x, weight, bias, _ = tokens
+        return conv_update.check_supported(x, self.arrays, weight, bias) or kernels.reason(self, conv_update)
+
+    def decode(self, call: Any, raw: Channels, at: At) -> tuple[Float[Array, "B D"], Any]:
+        """`serving.causal_conv1d_update`."""
+        from pallas_kernels.decode.conv_update import conv_update
+
+        x, weight, bias, _ = raw
+
+        def run(pool: Pool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
+            slots = {"read_slots": read, "write_slots": write, "null_slot": pool.null_slot}
+            options: dict[str, Any] = {"silu": call == "silu", "interpret": interpreter.get()}
+            y, arrays = conv_update(x, pool.arrays, weight, bias, **slots, **options, layer=layer)
+            return y, pool.holding(arrays)
+
+        return kernels.in_slots(self, at, run)

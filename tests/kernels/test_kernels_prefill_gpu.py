@@ -13,7 +13,7 @@ from jax import lax
 from pool_prompts import Case
 from test_kernels_decode_gpu import assert_nothing_is_copied
 
-from gdn_jax.serving import kernels
+from gdn_jax.serving import states
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_prefill(case, monkeypatch):
     x = pool_prompts.draw(case)
     o, pool = run(case, x)
     pool_prompts.assert_right(case, x, o, pool)
-    monkeypatch.setattr(kernels.StateKernels, "takes_prompts", lambda *call: False)
+    monkeypatch.setattr(states.StateKernels, "takes_prompts", lambda *call: False)
     for y, outside in zip((o, pool), run(case, x), strict=True):
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(outside, np.float32))
 

@@ -18,7 +18,10 @@ from serving_cases import draw, draw_pool
 
 import gdn_jax
 from gdn_jax import partitioning, serving
-from gdn_jax.serving import pools, shards
+from gdn_jax.serving import shards
+from gdn_jax.serving.deferred_pool import DeferredPool
+from gdn_jax.serving.states import StatePool
+from gdn_jax.serving.windows import WindowPool
 from pallas_kernels.device import launch
 
 SETTINGS = {"shardy": (AUTO, True), "gspmd": (AUTO, False), "explicit": (EXPLICIT, True)}
@@ -128,13 +131,13 @@ PLAIN = {
 def plain_kernels(monkeypatch):
     """In the kernels' places the plain forms of what they do."""
     monkeypatch.setattr(shards, "CHANNELS", 3)
-    for plain in pools.BY_KERNELS:
+    for plain in (StatePool, DeferredPool, WindowPool):
 
         def unsupported(self, tokens, where) -> None:
             """They run every call."""
 
         stand_in = type(f"Opaque{plain.__name__}", (plain,), {"is_opaque": True, "unsupported": unsupported})
-        monkeypatch.setitem(pools.BY_KERNELS, plain, stand_in)
+        monkeypatch.setattr(plain, "by_kernels", lambda pool, kind=stand_in: kind(*vars(pool).values()))
     jax.clear_caches()  # of what was traced with the kernels
     yield
     jax.clear_caches()

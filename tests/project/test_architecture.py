@@ -381,8 +381,8 @@ def test_habits(path):
 
 
 LONGEST_FILE, LONGEST_BODY = 450, 120
-POOLS = ("ring.py", "ring_arrays.py")
-"""Files of the two kinds of pools, which may ask which of them an array belongs to."""
+POOLS = ("ring.py",)
+"""Files of calls for one kind of pools, which may ask whether arrays are of that kind."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -9,8 +9,7 @@ from serving_cases import HK, HV, K, V, assert_same_bits, compiled, draw, draw_p
 from tolerances import rms_ratio
 
 from gdn_jax import serving
-from gdn_jax.serving.byte_states import decoded
-from gdn_jax.serving.kinds import of_dtype
+from gdn_jax.serving.byte_states import decoded, of_dtype
 
 DTYPES = ["int8", "float8_e4m3fn"]
 HALF_STEP = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4}

@@ -1,4 +1,4 @@
-"""A new kind of pool is a class and an entry: 8-bit states with a scale for each head, by the public calls.
+"""A new kind of pool is a class: 8-bit states with a scale for each head, by the public calls.
 
 It is also a kind of checkpoints for rings. The package's own 8-bit states, with a scale for each row, are in
 `test_serving_bytes.py`.
@@ -14,8 +14,8 @@ from harness import tiers
 from serving_cases import HK, HV, K, V, assert_same_bits, draw, draw_pool, one
 
 from gdn_jax import serving
-from gdn_jax.serving import pools, slots
-from gdn_jax.serving.states import StatePool
+from gdn_jax.serving import slots
+from gdn_jax.serving.pools import Pool
 
 
 class ByteStates(NamedTuple):
@@ -23,7 +23,7 @@ class ByteStates(NamedTuple):
     scale: Any
 
 
-class BytePool(StatePool):
+class BytePool(Pool, of=ByteStates):
     names: ClassVar[Any] = ByteStates("h . .", "h . .")
 
     @property
@@ -51,9 +51,8 @@ SPANS = dict(state_slots=np.array([[3, 4], [-1, -1], [0, 5]]), num_accepted_toke
 
 
 @pytest.fixture
-def start(monkeypatch, no_type_checks):
+def start(no_type_checks):
     """A pool whose states are whole numbers of steps."""
-    monkeypatch.setitem(pools.KINDS, ByteStates, BytePool)
     scale = np.full((8, HV, 1, 1), 0.25, np.float32)
     return ByteStates(np.clip(np.round(draw_pool(8) * 40), -127, 127).astype(np.int8), scale)
 
