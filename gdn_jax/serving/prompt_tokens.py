@@ -69,9 +69,7 @@ class Prompts(NamedTuple):
 
     def rule(self, initial: Float[Array, "N HO _ _"], **options: Any) -> tuple[Array, Array]:
         """Outputs and final states, from initial states."""
-        strengths = dict(erase=self.erase, write=self.write)
-        sequences = dict(initial_state=initial, cu_seqlens=self.cu_seqlens)
-        return delta_rule(*self[:5], **strengths, **sequences, **options)
+        return delta_rule(*self[:5], **self._rest(initial), **options)
 
     def chunk_states(
         self,
@@ -84,20 +82,15 @@ class Prompts(NamedTuple):
     ) -> Float[Array, "L HO _ _"]:
         """States at the start of every chunk; takes all options of `rule`."""
         del rest
-        _, k, v, g, beta, erase, write, cu_seqlens = self
+        _, k, v, g, beta, *_ = self
         if g is None:
             g = jnp.zeros((*k.shape[:2], initial.shape[1]), initial.dtype)
-        h = delta_chunk_states(
-            k,
-            v,
-            g,
-            beta,
-            erase=erase,
-            write=write,
-            initial_state=initial,
-            cu_seqlens=cu_seqlens,
-            use_k_l2norm=use_qk_l2norm,
-            state_layout=state_layout,
-            chunk_size=chunk_size,
-        )
-        return h[0]
+        options: dict[str, Any] = dict(state_layout=state_layout, chunk_size=chunk_size)
+        return delta_chunk_states(
+            k, v, g, beta, **self._rest(initial), use_k_l2norm=use_qk_l2norm, **options
+        )[0]
+
+    def _rest(self, initial: Array) -> dict[str, Any]:
+        """Arguments of `rule` and `chunk_states` besides tokens with their decay and beta."""
+        of_sequences = dict(initial_state=initial, cu_seqlens=self.cu_seqlens)
+        return dict(erase=self.erase, write=self.write) | of_sequences

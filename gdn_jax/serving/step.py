@@ -46,7 +46,7 @@ def decode(
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
-    With a of each key channel, or with w or lower_bound, it is the rule and the gate of the family:
+    With per-channel gates (a of each key channel), or with w or lower_bound, it is `delta_rule` with its gates:
 
         g = channel_log_decay(a, A_log, dt_bias, lower_bound);   erase = sigmoid(b);   write = sigmoid(w)
         S <- Diag(exp(g)) S;   u = write * v - S^T (erase * k);   S <- S + k u^T;   o = scale S^T q
@@ -55,12 +55,12 @@ def decode(
       q, k, v: queries [B, Hq, K], keys [B, Hk, K] and values [B, HV, V] of one floating dtype. Usually Hq = Hk and HO
         is HV; what `gated_delta_rule` says of heads holds here.
       a, b: raw inputs [B, HO] of the gates, any floating dtype. What the projections gave is best passed as it is:
-        the gates are computed in float32. For the family a is [B, HO] or [B, HO, K], and with w so is b.
+        the gates are computed in float32. Per-channel, a is [B, HO, K], and with w so may b be.
       pool: states [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk", of any floating dtype; or a
-        `RingPool`, whose states are written once in as many tokens as the ring is long. For the family the ring is
-        one that was made with `channels`.
-      A_log, dt_bias: parameters of the decay [HO], see `log_decay`. For the family A_log may be None and dt_bias
-        [HO, K], see `channel_log_decay`.
+        `RingPool`, whose states are written once in as many tokens as the ring is long. For per-channel gates
+        the ring is one that was made with `channels`.
+      A_log, dt_bias: parameters of the decay [HO], see `log_decay`. With per-channel gates A_log may be None
+        and dt_bias [HO, K], see `channel_log_decay`.
       w: raw input of what is written [B, HO] or [B, HO, V], where it is not what is erased; b is that of what is
         erased alone.
       lower_bound: the strongest log decay of a token, below 0, of the bounded gate.

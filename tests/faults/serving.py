@@ -7,13 +7,13 @@ FAULTS = (
         "padding behind a draft reaches it",
         "return base, jnp.where(is_earlier, seen, 0)",
         "return base, seen",
-        "tests/serving/test_serving_family.py::test_drafts_that_are_no_numbers",
+        "tests/serving/test_serving_ring.py::test_verify[KDA]",
     ),
     Fault(
         "a ring of channels is matched with decays until its entries",
         "until = jnp.flip(jnp.cumsum(jnp.flip(g, tokens), tokens), tokens)",
         "until = jnp.cumsum(g, tokens)",
-        "tests/serving/test_serving_family.py::test_decode",
+        "tests/serving/test_serving_ring.py::test_decode",
     ),
     Fault(
         "a prompt without a slot writes where erase and write are apart",
@@ -163,7 +163,7 @@ FAULTS = (
         "the state of an empty ring of channels is added to nothing",
         "return jnp.where(like(count == 0, new), S0, new).reshape(self.state.shape)",
         "return new.reshape(self.state.shape)",
-        "tests/serving/test_serving_family.py::test_decode",
+        "tests/serving/test_serving_ring.py::test_decode",
     ),
     Fault(
         "prompts that erase alone get a strength of both",
@@ -175,7 +175,7 @@ FAULTS = (
         "negative eigenvalues double a write of its own",
         "gates.write_strength(self.w.astype(dtype))",
         "gates.write_strength(self.w.astype(dtype), allow_neg_eigval=call.allow_neg_eigval)",
-        "tests/serving/test_serving_family.py::test_a_write_is_never_doubled",
+        "tests/serving/test_serving.py::test_decode",
     ),
     Fault(
         "an exchange gives every device the states of the first heads",

@@ -7,7 +7,6 @@ for bit. What the next call starts from is read from the pool, so errors do not 
 from collections.abc import Iterator
 from typing import Any
 
-import family_serving as family
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,7 +279,7 @@ class ChannelEpisode(Episode):
 
     def __init__(self, rng: np.random.Generator, by_kernels: bool):
         super().__init__(rng, by_kernels)
-        self.rule, self.layout, self.dtype = str(rng.choice(list(family.RULES))), "kv", "float32"
+        self.rule, self.layout, self.dtype = str(rng.choice(list(serving_cases.GATES)[1:])), "kv", "float32"
         self.heads = serving_cases.HK, serving_cases.HV
         self.widths = serving_cases.K, serving_cases.V
         self.shared["state_layout"], self.pool = self.layout, self._pool()
@@ -288,19 +287,20 @@ class ChannelEpisode(Episode):
     def __str__(self) -> str:
         return f"rule {self.rule}, {super().__str__()}"
 
-    def requests(self, T: int) -> family.Tokens:
-        return family.draw(self.rule, T, int(self.rng.integers(1 << 30)))
+    def requests(self, T: int) -> serving_cases.Requests:
+        return serving_cases.draw(N, T, int(self.rng.integers(1 << 30)), gates=self.rule)
 
-    def given(self, x: family.Tokens) -> tuple[tuple, dict[str, Any]]:
+    def given(self, x: serving_cases.Requests) -> tuple[tuple, dict[str, Any]]:
         w = {} if x.w is None else {"w": jnp.asarray(x.w)}
-        return tuple(map(jnp.asarray, x[:5])), {**w, **x.options, **self.shared, **self.how}
+        return tuple(map(jnp.asarray, x.tokens)), {**w, **x.gates, **x.options, **self.shared, **self.how}
 
-    def expected(self, x: family.Tokens, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return x.expected(start)
+    def expected(self, x: serving_cases.Requests, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return serving_cases.expected(x, start)
 
     def prompt(self) -> dict[str, np.ndarray]:
         x = self.requests(PROMPT).at(slice(0, 1))
-        gates = {name: y.astype(np.float32) for name, y in x.gates().items() if self.rng.random() < 0.9}
+        gates = dict(g=serving_cases.log_decay(x)) | serving_cases.strengths(x)
+        gates = {name: y.astype(np.float32) for name, y in gates.items() if self.rng.random() < 0.9}
         return dict(q=x.q, k=x.k, v=x.v, **gates)
 
     def expected_prompts(self, x: dict[str, np.ndarray], **options: Any) -> tuple[np.ndarray, np.ndarray]:

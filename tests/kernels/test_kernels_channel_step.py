@@ -9,12 +9,14 @@ import pytest
 from device_arrays import put
 from fused_harness import draws
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from serving_cases import assert_same_bits
 from tolerances import assert_close
 
 from gdn_jax import serving
 from gdn_jax.checks import family_oracle
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.gates import channel_log_decay
+from gdn_jax.serving.call import interpreted
 from pallas_kernels.decode.apart_step import apart_step
 from pallas_kernels.decode.channel_step import channel_step
 from pallas_kernels.device.gates import log_decays
@@ -171,3 +173,43 @@ def test_gates(lower_bound):
         assert np.isfinite(found).all()
         # exp(g) holds g's error, five roundings of 2^-24, times |g|: up to 69 where exp(g) passes 1e-30.
         np.testing.assert_allclose(np.exp(found), np.exp(want), rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("bias", "strengths"),
+    [
+        ("channel", "beta"),
+        pytest.param("head", "beta", marks=pytest.mark.slow),
+        ("channel", "of channels"),
+        pytest.param("head", "of heads", marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_by_the_kernel(bias, strengths):
+    """Interpreted, from the packed channels of a convolution: outputs and pool of plain JAX, padding and all."""
+    rng, heads, width = np.random.default_rng(0), 2, 32
+    N, slots = 3, np.array([3, -1, 0], np.int32)
+
+    def normal(*shape, dtype=jnp.float32):
+        return put(rng.standard_normal(shape), dtype)
+
+    channels = (width,) if bias == "channel" else ()
+    token = (
+        normal(N, 4 * width + heads * width, dtype=jnp.bfloat16),
+        normal(N, heads, *channels),
+        normal(N, heads, *((width,) if strengths == "of channels" else ())),
+    )
+    gates = dict(A_log=normal(heads), dt_bias=normal(heads, *channels), lower_bound=-5.0)
+    gates |= {} if strengths == "beta" else dict(w=normal(*token[2].shape))
+    pool = normal(5, heads, width, width)
+
+    def decode(by):
+        return serving.decode_packed(*token, put(pool), **gates, read_slots=slots, implementation=by)
+
+    want = decode("xla")
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        got = decode("mosaic_gpu")
+    assert_close(np.asarray(want[0], np.float64), np.asarray(got[0], np.float64), BOUNDS["bfloat16"][0]["o"])
+    assert not np.asarray(got[0], np.float64)[1].any()
+    assert_close(np.asarray(want[1])[slots[::2]], np.asarray(got[1])[slots[::2]], 1e-5)
+    others = np.setdiff1d(np.arange(5), slots)
+    assert_same_bits(np.asarray(pool)[others], np.asarray(got[1])[others])

@@ -214,6 +214,21 @@ def test_every_operation_runs_on_its_heads(calls, setting):
     check_calls(calls, setting)
 
 
+@pytest.mark.slow
+def test_gates_of_channels_lie_with_their_heads():
+    """Every device serves its own heads of a pool of states and of a ring."""
+    x, pool, slots = draw(3, 1, gates="GDN-2").at(slice(None), 0), put(draw_pool(6)), np.array([3, 0, 4])
+    on_heads = NamedSharding(mesh_of((2,), ("heads",)), spec(None, "heads"))
+    lying = partial(jax.device_put, device=on_heads)
+    for start in (pool, serving.make_ring_pool(pool, num_key_heads=2, length=5, channels=True)):
+        want, left = x.call(serving.decode, start, read_slots=slots)
+        o, new = x.each(lying).call(serving.decode, lying(start), read_slots=slots)
+        for y, z in zip(jax.tree.leaves((want, left)), jax.tree.leaves((o, new)), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(y, np.float32), np.asarray(z, np.float32), rtol=1e-5, atol=1e-6
+            )
+
+
 @partitioners
 @pytest.mark.usefixtures("plain_kernels")
 def test_a_pool_split_by_slots_is_gathered(shardy):

@@ -1,6 +1,6 @@
 """Decode over a pool of states against the oracle: layouts, dtypes, heads, slots read, written and left alone."""
 
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from serving_cases import (
     expected,
     fresh,
     one,
+    slow,
 )
 from tolerances import assert_close
 
@@ -34,17 +35,26 @@ def o_bound(dtype) -> float:
     return O_BF16 if dtype == BF16 else STATE_F32
 
 
-@pytest.mark.parametrize("state_layout", ["kv", "vk"])
-@pytest.mark.parametrize("pool_dtype", [np.float32, BF16])
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_decode(dtype, pool_dtype, state_layout):
-    """Padding, slots that are read and others that are written: outputs, states, and the bits of all other slots."""
-    x = draw(6, 1, dtype=dtype)
+@pytest.mark.parametrize(
+    "gates, dtype, pool_dtype, state_layout",
+    [
+        *itertools.product(["heads"], [np.float32, BF16], [np.float32, BF16], ["kv", "vk"]),
+        ("KDA bounded", np.float32, np.float32, "kv"),
+        slow("KDA", BF16, BF16, "vk"),
+        ("GDN-2", np.float32, np.float32, "vk"),
+        slow("decay of a head", np.float32, np.float32, "kv"),
+    ],
+)
+def test_decode(gates, dtype, pool_dtype, state_layout):
+    """Padding, slots that are read and others that are written: outputs, states, and the bits of all other slots.
+    Negative eigenvalues double what is erased, and a write of its own stays below 1."""
+    x = draw(6, 1, dtype=dtype, gates=gates)
     pool = draw_pool(11, dtype=pool_dtype, state_layout=state_layout)
+    pool[1], pool[8] = np.nan, 3e38
     read = np.array([3, -1, 0, 10, 7, 5], np.int32)
     write = np.array([3, 6, 2, -1, 10, 0], np.int32)
-    o, new = compiled(serving.decode, state_layout=state_layout)(
-        *one(x), pool, **x.gates, read_slots=put(read), write_slots=put(write)
+    o, new = x.at(slice(None), 0).call(
+        serving.decode, pool, state_layout=state_layout, read_slots=put(read), write_slots=put(write)
     )
     want_o, want = expected(x, pool[read], state_layout=state_layout)
     assert o.dtype == dtype and new.dtype == pool_dtype
@@ -226,6 +236,22 @@ def test_gates_are_not_rounded():
     assert_close(expected(x, pool)[1], new, STATE_F32, "states", 1)
 
 
+def test_equal_channels_are_one_decay_a_head():
+    """With one number in all channels the call is that of one decay a head, to 1e-6; packed it has the same bits."""
+    x, pool = draw(3, 1), draw_pool(6)
+    q, k, v, a, b = one(x)
+    common = dict(A_log=put(x.A_log), read_slots=np.array([3, 0, 4]))
+    want = serving.decode(q, k, v, a, b, fresh(pool), dt_bias=put(x.dt_bias), **common)
+    wide, bias = (jnp.repeat(y[..., None], K, -1) for y in (a, put(x.dt_bias)))
+    got = serving.decode(q, k, v, wide, b, fresh(pool), dt_bias=bias, **common)
+    for y, z in zip(want, got, strict=True):
+        assert_close(np.asarray(y), np.asarray(z), 1e-6)
+    qkv = jnp.concatenate([y.reshape(3, -1) for y in (q, k, v)], -1)
+    together = serving.decode_packed(qkv, wide, b, fresh(pool), dt_bias=bias, **common)
+    for y, z in zip(got, together, strict=True):
+        assert_same_bits(y, z)
+
+
 def test_float16():
     """Converted, not reinterpreted; beside states of another dtype."""
     x, pool = draw(3, 1, dtype=np.float16), draw_pool(3)
@@ -238,7 +264,7 @@ def test_float16():
 
 def test_float64():
     with jax.enable_x64(True):
-        x = Requests(*(y.astype(np.float64) for y in draw(2, 1)))
+        x = Requests(*(y.astype(np.float64) for y in draw(2, 1)[:7]))
         pool = draw_pool(2).astype(np.float64)
         o, new = serving.decode(*one(x), fresh(pool), **x.gates, read_slots=np.array([1, 0]))
         want_o, want = expected(x, pool[[1, 0]])
@@ -246,13 +272,14 @@ def test_float64():
         assert_close(want, np.asarray(new)[[1, 0]], 1e-14)
 
 
-def test_a_pool_of_several_layers():
+@pytest.mark.parametrize("gates", ["heads", slow("GDN-2")])
+def test_a_pool_of_several_layers(gates):
     """A layer's slots are strided in a pool of the whole model; the layer may be known only at run time."""
-    x, pools = draw(2, 1), np.stack([draw_pool(4, seed) for seed in range(3)], 1)
-    slots = np.array([3, 1])
+    x, pools = draw(2, 1, gates=gates), np.stack([draw_pool(4, seed) for seed in range(3)], 1)
+    slots, token = np.array([3, 1]), x.at(slice(None), 0)
     for layer in range(3):
-        o, new = compiled(serving.decode)(*one(x), pools, **x.gates, read_slots=slots, layer=layer)
-        want_o, want = compiled(serving.decode)(*one(x), pools[:, layer], **x.gates, read_slots=slots)
+        o, new = token.call(serving.decode, pools, read_slots=slots, layer=np.int32(layer))
+        want_o, want = token.call(serving.decode, pools[:, layer], read_slots=slots)
         np.testing.assert_array_equal(want_o, o)
         others = np.delete(np.arange(3), layer)
         assert_same_bits(want, np.asarray(new)[:, layer])
@@ -300,21 +327,17 @@ def test_ten_thousand_tokens(pool_dtype, bound):
     assert_close(want[:, -500:], np.moveaxis(np.asarray(o), 0, 1)[:, -500:], bound, "o", 2)
 
 
-@functools.cache
-def invariant():
-    return compiled(serving.decode, batch_invariant=True)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("gates", ["heads", "GDN-2"])
 @pytest.mark.usefixtures("compile_as_users_do")
-def test_batch_invariance():
+def test_batch_invariance(gates):
     """A request's bits are the same alone, among others and in another row."""
-    x, pool = draw(5, 1, heads=(2, 4), widths=(32, 48)), draw_pool(5, widths=(32, 48))
-    o, new = invariant()(*one(x), pool, **x.gates, read_slots=np.arange(5))
+    x, pool = draw(5, 1, heads=(2, 4), widths=(32, 48), gates=gates), draw_pool(5, widths=(32, 48))
+    token, options = x.at(slice(None), 0), dict(batch_invariant=True)
+    o, new = token.call(serving.decode, pool, read_slots=np.arange(5), **options)
     for rows in ([3], [4, 1], [2, 3, 0]):
         rows = np.array(rows)
-        some = x.at(rows)
-        alone_o, alone = invariant()(*one(some), pool, **x.gates, read_slots=rows)
+        alone_o, alone = token.at(rows).call(serving.decode, pool, read_slots=rows, **options)
         assert_same_bits(o[rows], alone_o)
         assert_same_bits(np.asarray(new)[rows], np.asarray(alone)[rows])
 

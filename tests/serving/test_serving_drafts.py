@@ -4,7 +4,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from device_arrays import put
-from serving_cases import K, V, assert_same_bits, compiled, draw, draw_pool, every_state, expected, fresh, one
+from serving_cases import (
+    K,
+    V,
+    assert_same_bits,
+    compiled,
+    draw,
+    draw_pool,
+    every_state,
+    expected,
+    fresh,
+    one,
+    slow,
+)
 from tolerances import assert_close
 
 from gdn_jax import serving
@@ -46,6 +58,7 @@ def test_walk_through_with_three_drafts():
 
 CASES = [
     (2, (1, 2), np.float32, "vk"),
+    (4, (1, 2), np.float32, "kv", "KDA"),
     (4, (1, 2), BF16, "kv"),
     (8, (1, 2), BF16, "vk"),
     (2, (2, 8), BF16, "vk"),
@@ -54,18 +67,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("T, heads, pool_dtype, state_layout", CASES)
-def test_verify(T, heads, pool_dtype, state_layout, widths=(K, V)):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_verify(case, widths=(K, V)):
     """bfloat16 tokens of five requests, one of them padding, each accepted another number of tokens before."""
+    T, heads, pool_dtype, state_layout, *gates = case
     rng = np.random.default_rng(T)
-    x = draw(5, T, heads=heads, widths=widths, dtype=BF16)
+    x = draw(5, T, heads=heads, widths=widths, dtype=BF16, gates=(*gates, "heads")[0])
     slots = rng.permutation(5 * T + 3)[: 5 * T].reshape(5, T).astype(np.int32)
     slots[2] = -1
     accepted = rng.integers(1, T + 1, 5)
     pool = draw_pool(5 * T + 3, HV=heads[1], widths=widths, dtype=pool_dtype, state_layout=state_layout)
-    o, new = compiled(serving.verify, state_layout=state_layout)(
-        *x.tokens, pool, **x.gates, state_slots=put(slots), num_accepted_tokens=put(accepted)
-    )
+    spans = dict(state_slots=put(slots), num_accepted_tokens=put(accepted))
+    o, new = x.call(serving.verify, pool, state_layout=state_layout, **spans)
     start = pool[slots[np.arange(5), accepted - 1]]
     want_o, want = every_state(x, start, state_layout=state_layout)
     real = np.array([0, 1, 3, 4])
@@ -92,7 +105,7 @@ def test_verify(T, heads, pool_dtype, state_layout, widths=(K, V)):
 )
 def test_heads_of_models(T, heads):
     """The heads of FlashInfer's tests, with K = V = 128 and a bfloat16 pool."""
-    test_verify(T, heads, BF16, "vk", widths=(128, 128))
+    test_verify((T, heads, BF16, "vk"), widths=(128, 128))
 
 
 @pytest.mark.parametrize(
@@ -138,15 +151,14 @@ def path(parents, t):
     return [] if t < 0 else [*path(parents, parents[t]), t]
 
 
-def test_trees():
+@pytest.mark.parametrize("gates", ["heads", slow("GDN-2")])
+def test_trees(gates):
     """Every token of a tree has the output and the state of its own path alone; so does what follows a branch."""
     N, T = TREES.shape
-    x, pool = draw(N, T, seed=5), draw_pool(N * T + 1)
+    x, pool = draw(N, T, seed=5, gates=gates), draw_pool(N * T + 1)
     slots = np.arange(N * T)[::-1].reshape(N, T)
-    options = dict(**x.gates, state_slots=slots)
-    o, new = compiled(serving.verify)(
-        *x.tokens, pool, num_accepted_tokens=np.array([1, 7, 3]), parents=TREES, **options
-    )
+    spans = dict(state_slots=slots, num_accepted_tokens=np.array([1, 7, 3]))
+    o, new = x.call(serving.verify, pool, parents=TREES, **spans)
     for n in range(N):
         start = pool[[slots[n, (1, 7, 3)[n] - 1]]]
         for t in range(T):
@@ -155,23 +167,24 @@ def test_trees():
             assert_close(want[0], new[slots[n, t]], STATE_F32, f"state after token {t} of tree {n}")
     assert_same_bits(pool[-1], new[-1])
     # Token 4 of the first tree was the last accepted one: its number is 5.
-    following = draw(1, 2, seed=6)._replace(A_log=x.A_log, dt_bias=x.dt_bias)
-    o, _ = compiled(serving.verify)(
-        *following.tokens, new, **x.gates, state_slots=slots[:1, 3:5], num_accepted_tokens=np.array([2])
-    )
+    following = draw(1, 2, seed=6, gates=gates)._replace(A_log=x.A_log, dt_bias=x.dt_bias)
+    spans = dict(state_slots=slots[:1, 3:5], num_accepted_tokens=np.array([2]))
+    o, _ = following.call(serving.verify, new, **spans)
     want, _ = expected(following, np.asarray(new)[slots[:1, 4]])
     assert_close(want, o, STATE_F32)
 
 
 @pytest.mark.slow
-def test_trees_on_a_ring():
+@pytest.mark.parametrize("gates", ["heads", "GDN-2"])
+def test_trees_on_a_ring(gates):
     """Step after step of trees that differ, of which a random token is accepted: every token has the output of its
     own path alone, and what a request goes on from is the path to the accepted token. One step is of chains, some
     have fewer tokens, and after an `accept` a token is decoded."""
     T, steps, at = 7, 9, np.array([3, 0, 4])
-    x, pool = draw(3, T * steps, seed=8), draw_pool(6)
+    x, pool = draw(3, T * steps, seed=8, gates=gates), draw_pool(6)
     x.A_log[1] = 100  # this head forgets all at every token
-    ring = serving.make_ring_pool(put(pool), num_key_heads=2, length=16, dtype=np.float32, trees=True)
+    kind = dict(num_key_heads=2, length=16, dtype=np.float32, trees=True, channels=x.by_channels)
+    ring = serving.make_ring_pool(put(pool), **kind)
     ring = ring._replace(k=ring.k * np.nan, u=ring.u * np.nan, g=ring.g * np.nan)
     states, accepted, rng = pool[at].astype(np.float64), np.ones(3, int), np.random.default_rng(0)
     flushes = 0
@@ -180,15 +193,8 @@ def test_trees_on_a_ring():
         parents = None if i == 4 else TREES[rng.permutation(3)]
         lengths = np.array([T, 5, T]) if i % 3 == 2 else np.full(3, T)
         before = np.asarray(ring.state)
-        o, ring = compiled(serving.verify)(
-            *span.tokens,
-            ring,
-            **x.gates,
-            state_slots=at,
-            num_accepted_tokens=accepted,
-            num_tokens=lengths,
-            parents=parents,
-        )
+        spans = dict(state_slots=at, num_accepted_tokens=accepted, num_tokens=lengths, parents=parents)
+        o, ring = span.call(serving.verify, ring, **spans)
         flushes += (before[at] != np.asarray(ring.state)[at]).any(axis=(1, 2, 3)).sum()
         accepted = rng.integers(1, lengths + 1)
         for n in range(3):
@@ -206,7 +212,7 @@ def test_trees_on_a_ring():
             again = compiled(serving.accept)(ring, at, accepted)
             assert_same_bits(ring.count, again.count)  # it may be said twice, as the next `verify` does
         if i == 7:
-            o, ring = compiled(serving.decode)(*one(x), ring, **x.gates, read_slots=at)
+            o, ring = x.at(slice(None), 0).call(serving.decode, ring, read_slots=at)
             want, states = expected(x.at(slice(None), slice(1)), states)
             assert_close(want[:, 0], o, STATE_F32)
             accepted = np.ones(3, int)
@@ -250,17 +256,22 @@ def test_one_token_is_decode():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gates", ["heads", "GDN-2"])
 @pytest.mark.usefixtures("compile_as_users_do")
-def test_batch_invariance():
-    x, pool = draw(4, 3, heads=(2, 4), widths=(32, 48)), fresh(draw_pool(12, widths=(32, 48)))
-    call = compiled(serving.verify, batch_invariant=True)
-    slots, accepted = np.arange(12).reshape(4, 3), np.array([1, 3, 2, 2])
-    o, new = call(*x.tokens, pool, **x.gates, state_slots=slots, num_accepted_tokens=accepted)
-    for rows in ([2], [3, 0]):
-        rows = np.array(rows)
-        some = x.at(rows)
-        alone_o, alone = call(
-            *some.tokens, pool, **x.gates, state_slots=slots[rows], num_accepted_tokens=accepted[rows]
-        )
+def test_batch_invariance(gates):
+    x = draw(4, 3, heads=(2, 4), widths=(32, 48), gates=gates)
+    pool, slots, accepted = (
+        fresh(draw_pool(12, widths=(32, 48))),
+        np.arange(12).reshape(4, 3),
+        np.array([1, 3, 2, 2]),
+    )
+
+    def call(rows):
+        spans = dict(state_slots=slots[rows], num_accepted_tokens=accepted[rows])
+        return x.at(rows).call(serving.verify, pool, batch_invariant=True, **spans)
+
+    o, new = call(np.arange(4))
+    for rows in (np.array([2]), np.array([3, 0])):
+        alone_o, alone = call(rows)
         assert_same_bits(o[rows], alone_o)
         assert_same_bits(np.asarray(new)[slots[rows]], np.asarray(alone)[slots[rows]])

@@ -29,6 +29,15 @@ def decode(**change):
     return serving.decode(**(arguments | {"pool": fresh(arguments["pool"])}))
 
 
+def channels(**change):
+    """`decode` with a decay of each channel."""
+    x = draw(3, 1, gates="KDA").at(slice(None), 0)
+    arguments = (
+        dict(zip("qkvab", x.tokens, strict=True)) | x.gates | dict(pool=POOL, read_slots=SLOTS) | change
+    )
+    return serving.decode(**(arguments | {"pool": fresh(arguments["pool"])}))
+
+
 def verify(**change):
     spans = dict(state_slots=SPANS, num_accepted_tokens=np.array([1, 2, 1]))
     arguments = TOKENS | X.gates | dict(pool=POOL) | spans | change
@@ -85,6 +94,39 @@ SHAPES = {
         decode,
         dict(pool=RING._replace(cursors=RING.cursors[:, :1])),
         "pool.cursors: expected shape",
+    ),
+    "a of other channels": (
+        channels,
+        dict(a=np.zeros((3, HV, 3), np.float32)),
+        "a: expected shape [B, HO, K] = [3, 4, 8], got [3, 4, 3]",
+    ),
+    "w of other channels": (
+        channels,
+        dict(w=np.zeros((3, HV, K), np.float32)),
+        "w: expected shape [B, HO, V] = [3, 4, 6]",
+    ),
+    "no w": (
+        channels,
+        dict(b=np.zeros((3, HV, K), np.float32)),
+        "w: expected an array, since b has a number for each key channel",
+    ),
+    "bias of other channels": (
+        channels,
+        dict(dt_bias=np.zeros((HV, 3), np.float32)),
+        "dt_bias: expected shape [HO, K] = [4, 8]",
+    ),
+    "rates beside channels": (channels, dict(A_log=np.zeros(3, np.float32)), "A_log: expected shape [HO] = [4]"),
+    "lower bound": (channels, dict(lower_bound=1.0), "lower_bound: expected a number below 0 or None, got 1.0"),
+    "ring of heads": (
+        channels,
+        dict(pool=RING),
+        "pool: expected a ring for gates of each channel, or erase and write apart, see make_ring_pool, got one for "
+        "one gate a head",
+    ),
+    "ring of channels": (
+        lambda: decode(pool=serving.make_ring_pool(put(POOL), num_key_heads=HK, channels=True)),
+        {},
+        "pool: expected a ring for one gate a head, see make_ring_pool, got one for gates of each channel",
     ),
     "slots of one token": (verify, dict(state_slots=SLOTS), "state_slots: expected shape [N, T] = [3, 2], got [3]"),
     "slots of a ring": (verify, dict(pool=RING), "state_slots: expected shape [N] = [3], got [3, 2]"),

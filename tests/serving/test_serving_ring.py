@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from device_arrays import put
-from serving_cases import HK, K, V, assert_same_bits, compiled, draw, draw_pool, expected, one
-from tolerances import assert_close, rms_ratio
+from serving_cases import HK, K, V, assert_same_bits, compiled, draw, draw_pool, expected, one, slow
+from tolerances import assert_close, bound, rms_ratio
 
 from gdn_jax import serving
 
@@ -18,9 +18,9 @@ LENGTH = 9
 SLOTS = np.array([3, 0, 4])
 
 
-def make(pool, length, dtype=np.float32, state_layout="kv", num_key_heads=HK):
+def make(pool, length, dtype=np.float32, num_key_heads=HK, **options):
     return serving.make_ring_pool(
-        put(pool), num_key_heads=num_key_heads, length=length, dtype=dtype, state_layout=state_layout
+        put(pool), num_key_heads=num_key_heads, length=length, dtype=dtype, **options
     )
 
 
@@ -30,23 +30,28 @@ def littered(ring):
 
 
 @pytest.mark.parametrize(
-    "length, state_layout",
+    "gates, length, state_layout",
     [
-        pytest.param(1, "kv", marks=pytest.mark.slow),
-        pytest.param(LENGTH, "kv", marks=pytest.mark.crossed),
-        (LENGTH, "vk"),
+        slow("heads", 1, "kv"),
+        pytest.param("heads", LENGTH, "kv", marks=pytest.mark.crossed),
+        ("heads", LENGTH, "vk"),
+        ("KDA bounded", LENGTH, "kv"),
+        *(slow(name, LENGTH, "vk") for name in ("KDA", "GDN-2", "decay of a head")),
     ],
 )
-def test_decode(length, state_layout):
-    """Token for token the oracle's outputs; states are written when the ring is full, and only then."""
+def test_decode(gates, length, state_layout):
+    """Token for token the oracle's outputs, whatever other slots hold; states are written when the ring is full, and
+    only then. A present state without tokens since has the bits of the state."""
     T = 37
-    x, pool = draw(3, T), draw_pool(6, state_layout=state_layout)
-    ring = littered(make(pool, length, state_layout=state_layout))
-    call = compiled(serving.decode, state_layout=state_layout)
+    x, pool = draw(3, T, gates=gates), draw_pool(6, state_layout=state_layout)
+    pool[SLOTS[0], 0, 0, 0], pool[1:3], pool[5] = -0.0, np.nan, 3e38
+    ring = littered(make(pool, length, state_layout=state_layout, channels=x.by_channels))
+    assert_same_bits(compiled(serving.snapshot, state_layout=state_layout)(ring, SLOTS), pool[SLOTS])
     want_o, want = expected(x, pool[SLOTS], state_layout=state_layout)
     for t in range(T):
         before = ring
-        o, ring = call(*one(x, t), ring, **x.gates, read_slots=SLOTS)
+        token = x.at(slice(None), t)
+        o, ring = token.call(serving.decode, ring, read_slots=SLOTS, state_layout=state_layout)
         assert_close(want_o[:, t], o, STATE_F32, f"o of token {t}", 1)
         if (t + 1) % length:
             assert_same_bits(before.state, ring.state)
@@ -59,6 +64,12 @@ def test_decode(length, state_layout):
     others = [1, 2, 5]
     for new in (ring, flushed):
         assert_same_bits(pool[others], np.asarray(new.state)[others])
+    padding = dict(read_slots=np.array([SLOTS[0], -1, 5]), null_slot=5)
+    o, new = token.call(serving.decode, ring, state_layout=state_layout, **padding)
+    assert not np.asarray(o)[1:].any()
+    for before, after in zip(*map(jax.tree.leaves, (ring, new)), strict=True):
+        others = np.delete(np.arange(6), SLOTS[0])
+        assert_same_bits(np.asarray(before)[others], np.asarray(after)[others])
 
 
 @pytest.mark.parametrize(
@@ -113,12 +124,14 @@ def test_rings_of_different_age():
         assert_same_bits(before[:5], after[:5])
 
 
-def test_verify():
+@pytest.mark.parametrize("gates", ["heads", "KDA"])
+def test_verify(gates):
     """Four tokens a step, a random number of which is accepted: outputs and states are plain decoding's of those, and
-    no state is written but when the ring has no room for a step. Some requests have fewer tokens, or none."""
+    no state is written but when the ring has no room for a step. Some requests have fewer tokens, or none: what lies
+    after them is not a number."""
     T, steps = 4, 30
-    x, pool = draw(3, T * steps, seed=4), draw_pool(6)
-    ring = littered(make(pool, LENGTH))
+    x, pool = draw(3, T * steps, seed=4, gates=gates), draw_pool(6)
+    ring = littered(make(pool, LENGTH, channels=x.by_channels))
     states = pool[SLOTS].astype(np.float64)
     rng = np.random.default_rng(1)
     accepted, flushes = np.ones(3, int), 0
@@ -126,9 +139,8 @@ def test_verify():
         before = ring
         span = x.at(slice(None), slice(T * i, T * i + T))
         lengths = rng.integers(0, T + 1, 3) if i % 5 == 4 else np.full(3, T)
-        o, ring = compiled(serving.verify)(
-            *span.tokens, ring, **x.gates, state_slots=SLOTS, num_accepted_tokens=accepted, num_tokens=lengths
-        )
+        spans = dict(state_slots=SLOTS, num_accepted_tokens=accepted, num_tokens=lengths)
+        o, ring = span.filled(lengths).call(serving.verify, ring, **spans)
         kept = np.minimum(np.asarray(before.before)[SLOTS] + accepted, np.asarray(before.count)[SLOTS])
         flushes += np.sum(kept + T > LENGTH)
         for row in np.flatnonzero(kept + T <= LENGTH):
@@ -147,18 +159,12 @@ def test_verify():
     ring = compiled(serving.accept)(ring, SLOTS, accepted)
     assert_close(states, compiled(serving.snapshot)(ring, SLOTS), STATE_F32)
     for t in range(LENGTH + 1):
-        o, ring = compiled(serving.decode)(*one(x, t), ring, **x.gates, read_slots=SLOTS)
+        o, ring = x.at(slice(None), t).call(serving.decode, ring, read_slots=SLOTS)
         want, states = expected(x.at(slice(None), slice(t, t + 1)), states)
         assert_close(want[:, 0], o, STATE_F32, f"token {t}")
         span = x.at(slice(None), slice(T))
-        drafts, _ = compiled(serving.verify)(
-            *span.tokens,
-            ring,
-            **x.gates,
-            state_slots=SLOTS,
-            num_accepted_tokens=np.ones(3, int),
-            num_tokens=np.full(3, T),
-        )
+        spans = dict(state_slots=SLOTS, num_accepted_tokens=np.ones(3, int), num_tokens=np.full(3, T))
+        drafts, _ = span.call(serving.verify, ring, **spans)
         assert_close(expected(span, states)[0], drafts, STATE_F32, f"drafts after token {t}")
 
 
@@ -244,15 +250,30 @@ def test_a_bfloat16_ring_is_no_less_accurate_than_a_bfloat16_pool():
     assert deferred < plain < 2e-2
 
 
-def test_a_pool_of_several_layers():
+@pytest.mark.slow
+def test_a_bfloat16_ring_with_a_decay_of_each_channel():
+    """Within the bounds of the rule's own tests; its log decays are float32."""
+    x, pool = draw(3, 6, seed=5, dtype=BF16, gates="KDA"), draw_pool(6, dtype=BF16)
+    want, last = expected(x, pool[SLOTS])
+    ring = littered(make(pool, 5, BF16, channels=True))
+    for t in range(6):
+        o, ring = x.at(slice(None), t).call(serving.decode, ring, read_slots=SLOTS)
+        assert o.dtype == BF16
+        assert_close(want[:, t], np.asarray(o, np.float64), bound("o", "bfloat16"), f"o of token {t}")
+    assert ring.g.dtype == jnp.float32
+    assert_close(last, compiled(serving.snapshot)(ring, SLOTS), bound("final_state", "bfloat16"))
+
+
+@pytest.mark.parametrize("gates", ["heads", slow("GDN-2")])
+def test_a_pool_of_several_layers(gates):
     """One ring pool for a model, of which a call touches a layer."""
-    x = draw(3, LENGTH + 2)
+    x = draw(3, LENGTH + 2, gates=gates)
     pools = np.stack([draw_pool(6, seed) for seed in range(2)], 1)
-    ring, alone = make(pools, LENGTH), make(pools[:, 1], LENGTH)
-    options = dict(**x.gates, read_slots=SLOTS)
+    ring, alone = (make(y, LENGTH, channels=x.by_channels) for y in (pools, pools[:, 1]))
     for t in range(LENGTH + 2):
-        o, ring = compiled(serving.decode)(*one(x, t), ring, layer=1, **options)
-        want, alone = compiled(serving.decode)(*one(x, t), alone, **options)
+        token = x.at(slice(None), t)
+        o, ring = token.call(serving.decode, ring, layer=1, read_slots=SLOTS)
+        want, alone = token.call(serving.decode, alone, read_slots=SLOTS)
         np.testing.assert_allclose(want, o, rtol=1e-5, atol=1e-6)
     assert_same_bits(pools[:, 0], ring.state[:, 0])
     assert not np.asarray(ring.count[:, 0]).any()
@@ -274,16 +295,17 @@ def test_a_copied_slot_goes_on_by_itself():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gates", ["heads", "GDN-2"])
 @pytest.mark.usefixtures("compile_as_users_do")
-def test_batch_invariance():
+def test_batch_invariance(gates):
     """A request's bits do not depend on the others, nor on when they flush."""
-    x, pool = draw(4, 7, widths=(32, 48)), draw_pool(4, widths=(32, 48))
-    call = compiled(serving.decode, batch_invariant=True)
-    together, alone = make(pool, 3), make(pool, 3)
+    x, pool = draw(4, 7, widths=(32, 48), gates=gates), draw_pool(4, widths=(32, 48))
+    together, alone = (make(pool, 3, channels=x.by_channels) for _ in range(2))
     for t in range(7):
-        active = np.array([t != 2, t > 3, True, t % 2])
-        o, together = call(*one(x, t), together, **x.gates, read_slots=np.where(active, np.arange(4), -1))
-        same, alone = call(*one(x.at([2]), t), alone, **x.gates, read_slots=np.array([2]))
+        active, token = np.array([t != 2, t > 3, True, t % 2]), x.at(slice(None), t)
+        read, options = np.where(active, np.arange(4), -1), dict(batch_invariant=True)
+        o, together = token.call(serving.decode, together, read_slots=read, **options)
+        same, alone = token.at([2]).call(serving.decode, alone, read_slots=np.array([2]), **options)
         assert_same_bits(o[2], same[0])
     for a, b in zip(*map(jax.tree.leaves, (together, alone)), strict=True):
         assert_same_bits(a[2], b[2])

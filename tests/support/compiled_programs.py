@@ -88,7 +88,6 @@ MORE: dict[str, int] = {
     "test_serving_bytes.py": 190,
     "test_serving_drafts.py": 80,
     "test_serving_errors.py": 90,
-    "test_serving_family.py": 170,
     "test_serving_family_prompts.py": 90,
     "test_serving_prompts.py": 120,
     "test_serving_ring.py": 220,
