@@ -2,7 +2,8 @@
 
 Cases that differ only in their values (gates, strengths, keys) share one shape and the options, and so one
 compilation. Those of TABLE are small, but cross every border that matters: chunks of 64 tokens, heads in every
-grouping, odd head dimensions. Those of MODEL_SIZES have the head dimensions of models.
+grouping, odd head dimensions. Those of CHANNELS have a decay of each channel, or erase and write apart. Those of
+MODEL_SIZES have the head dimensions of models.
 """
 
 import dataclasses
@@ -23,6 +24,9 @@ class Case:
     packed sequences (cu_seqlens), the rest of the T tokens being padding; segments are the lengths of the segments of
     each row (segment_ids). ill_conditioned cases amplify rounding errors, whatever the implementation: they carry a
     bound computed from the case, see tests/support/tolerances.py.
+
+    channel_g names a recipe for a decay of each channel, which stands in place of that of each head. erase and write
+    stand in place of beta: "head" or "channel" for random strengths, a number for that number in every channel.
     """
 
     name: str
@@ -42,6 +46,9 @@ class Case:
     state_layout: str = "kv"
     chunk_size: int = 64
     ill_conditioned: bool = False
+    channel_g: str | None = None
+    erase: str | None = None
+    write: str | None = None
 
     @property
     def HO(self) -> int:
@@ -75,13 +82,21 @@ class Inputs(NamedTuple):
     initial_state: np.ndarray | None
     cu_seqlens: np.ndarray | None
     segment_ids: np.ndarray | None
+    erase: np.ndarray | None
+    write: np.ndarray | None
     do: np.ndarray
     dh_T: np.ndarray
 
     @property
     def arguments(self) -> dict:
-        """The arguments of gated_delta_rule and of the oracle, by name."""
-        return {name: x for name, x in zip(self._fields[:8], self[:8], strict=True) if x is not None}
+        """The arguments of the rule and of the oracle, by name."""
+        return {name: x for name, x in zip(self._fields[:10], self[:10], strict=True) if x is not None}
+
+    @property
+    def primals(self) -> tuple[np.ndarray | None, ...]:
+        """q, k, v, g, beta and the initial state; with them erase and write where they stand in place of beta."""
+        is_beta = self.erase is None and self.write is None
+        return self[:6] if is_beta else (*self[:6], self.erase, self.write)
 
 
 _THREE_THOUSAND = tuple(int(n) for n in np.random.default_rng(0).integers(0, 4, 3000))
@@ -160,6 +175,65 @@ TABLE = (
 )
 """Small cases: what the tests run."""
 
+CHANNELS = (
+    # Values. All of one shape: B = 2, T = 130, one key head for two value heads.
+    Case("channels-mild", channel_g="mild"),
+    Case("channels-zero", channel_g="zero"),
+    Case("channels-fast-and-slow", channel_g="mixed"),
+    Case("channels-at-the-bound", channel_g="bound"),
+    Case("channels-all-minus-5", channel_g="-5"),
+    Case("channels-tiny", channel_g="-1e-6"),
+    Case("channels-minus-87", channel_g="-87"),
+    Case("channels-minus-1000-at-some", channel_g="some -1000"),
+    Case("channels-reset", channel_g="some -inf"),
+    Case("channels-of-every-kind", channel_g="kinds"),
+    Case("channels-correlated-keys", channel_g="zero", keys="correlated"),
+    Case("channels-beta-0-at-some", channel_g="mixed", beta="some 0"),
+    Case("channels-beta-up-to-2", channel_g="mixed", beta="twice"),
+    # Erase and write apart.
+    Case("erase-and-write-a-channel", channel_g="mixed", erase="channel", write="channel"),
+    Case("erase-0", channel_g="mixed", erase="0", write="channel"),
+    Case("erase-2", channel_g="kinds", erase="2", write="head"),
+    Case("write-0", channel_g="mixed", erase="channel", write="0"),
+    Case("gate-of-a-head-erase-a-channel", erase="channel", write="head"),
+    # Lengths, groupings, sizes and options.
+    Case("channels-one-token", channel_g="mixed", T=1, heads=(2, 2, 2)),
+    Case("seven-tokens", channel_g="kinds", T=7, heads=(4, 2, 2), erase="head", write="channel"),
+    Case("K60-V100-chunk-less-one", channel_g="kinds", T=63, B=1, K=60, V=100),
+    Case("K100-V60-chunk-128", channel_g="kinds", T=130, B=1, heads=(1, 1, 1), K=100, V=60, chunk_size=128),
+    Case("K64-chunk-16", channel_g="kinds", T=65, B=1, heads=(1, 2, 2), K=64, V=16, chunk_size=16),
+    Case(
+        "K128-l2norm",
+        channel_g="kinds",
+        T=65,
+        B=1,
+        heads=(1, 1, 1),
+        K=128,
+        V=128,
+        use_qk_l2norm=True,
+        keys="any",
+    ),
+    Case("K256", channel_g="kinds", T=66, B=1, heads=(1, 1, 1), K=256, V=32),
+    Case("channels-groupings-that-do-not-nest", channel_g="kinds", T=40, B=1, heads=(2, 3, 6), K=8, V=8),
+    Case("no-state-no-strengths", channel_g="mixed", beta=None, initial_state=False),
+    Case("channels-packed", channel_g="kinds", T=190, B=1, lengths=(0, 1, 64, 0, 65, 37, 1, 0)),
+    Case(
+        "packed-vk-erase-a-channel",
+        channel_g="mixed",
+        erase="channel",
+        write="channel",
+        T=140,
+        B=1,
+        heads=(4, 2, 2),
+        lengths=(5, 70, 0, 33),
+        initial_state=False,
+        state_layout="vk",
+        scale=1.0,
+    ),
+    Case("channels-segments", channel_g="kinds", T=140, segments=((1, 63, 2, 74), (70, 70))),
+)
+"""Small cases of `delta_rule`. Sizes are also those of fla's tests of KDA: D of 60, 64, 100, 128 and 256."""
+
 _VALUES = dict(T=200, B=1, heads=(2, 2, 4), K=64, V=64)
 _LONG = dict(T=4096, B=1, heads=(1, 1, 2), K=128, V=128)
 
@@ -179,7 +253,7 @@ MODEL_SIZES = (
 )
 """Cases with the head dimensions of models: what `gdn check` runs."""
 
-CASES = {case.name: case for case in (*TABLE, *MODEL_SIZES)}
+CASES = {case.name: case for case in (*TABLE, *CHANNELS, *MODEL_SIZES)}
 
 
 def _decays(recipe: str, rng: np.random.Generator, B: int, T: int, HO: int) -> np.ndarray:
@@ -232,6 +306,39 @@ def _strengths(recipe: str, rng: np.random.Generator, shape: tuple[int, ...]) ->
             return np.full(shape, float(number))
 
 
+def channel_decays(recipe: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Log decays [B, T, HO, K] of a recipe."""
+    mild = -0.05 * np.logaddexp(0, rng.standard_normal(shape))
+    K = shape[-1]
+    match recipe:
+        case "mild":
+            return mild
+        case "zero":
+            return np.zeros(shape)
+        case "mixed":  # the slow and the fast channels of trained models
+            fast = rng.permutation(K) < (K + 1) // 2
+            return np.where(fast, -5.0, -1e-4) * np.exp(0.2 * rng.standard_normal(shape))
+        case "bound":  # -5 sigmoid(...), most of them close to -5
+            return -5 / (1 + np.exp(-6 * rng.standard_normal(shape) - 3))
+        case "some -1000":
+            return np.where(rng.random(shape[:-1])[..., None] < 0.1, -1000.0, mild)
+        case "some -inf":  # of single channels, and of whole tokens
+            whole = rng.random(shape[:-1])[..., None] < 0.05
+            return np.where(whole | (rng.random(shape) < 0.03), -np.inf, mild)
+        case "kinds":  # 0, -1e-6, -5, -87, -1000 and -inf beside each other in one chunk
+            kinds = np.array([0, -1e-6, -0.1, -5, -87, -1000, -np.inf])
+            return kinds[rng.choice(len(kinds), shape, p=(0.3, 0.2, 0.3, 0.1, 0.04, 0.03, 0.03))]
+        case number:
+            return np.full(shape, float(number))
+
+
+def _apart(recipe: str | None, width: int, rng: np.random.Generator, shape: tuple[int, ...]):
+    """Strengths [B, T, HO] or [B, T, HO, width] of a recipe."""
+    if recipe in ("head", "channel"):
+        return _strengths("sigmoid", rng, shape if recipe == "head" else (*shape, width))
+    return None if recipe is None else np.full((*shape, width), float(recipe))
+
+
 def _keys(recipe: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     B, _, Hk, K = shape
     x = rng.standard_normal(shape)
@@ -269,4 +376,11 @@ def inputs(case: Case, dtype: str = "float32", seed: int = 0) -> Inputs:
         ids = np.stack([np.repeat(np.arange(len(row)) % 3, row) for row in case.segments]).astype(np.int32)
     do = rng.standard_normal((B, T, HO, V)).astype(low)
     dh_T = rng.standard_normal(state_shape).astype(high)
-    return Inputs(q.astype(low), k.astype(low), v.astype(low), g, beta, h_0, cu, ids, do, dh_T)
+    rng = np.random.default_rng([seed, zlib.crc32(case.name.encode()), 1])
+    if case.channel_g is not None:
+        g = channel_decays(case.channel_g, rng, (B, T, HO, K)).astype(high)
+    erase, write = (_apart(*of, rng, (B, T, HO)) for of in ((case.erase, K), (case.write, V)))
+    if erase is not None or write is not None:
+        beta = None
+    erase, write = (None if y is None else y.astype(high) for y in (erase, write))
+    return Inputs(q.astype(low), k.astype(low), v.astype(low), g, beta, h_0, cu, ids, erase, write, do, dh_T)

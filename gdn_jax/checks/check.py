@@ -64,17 +64,25 @@ FULL = (
 """Names of the cases with --full."""
 
 
+def rule(primals: tuple, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """The public call of the primals of `cases.Inputs`."""
+    q, k, v, g, beta, h_0, *apart = primals
+    if not apart and (g is None or g.ndim == 3):
+        return gdn_jax.gated_delta_rule(q, k, v, g, beta, initial_state=h_0, **options)
+    options |= dict(zip(("erase", "write"), apart, strict=False))
+    return gdn_jax.delta_rule(q, k, v, g, beta, initial_state=h_0, **options)
+
+
 def value_and_gradients(implementation: str, options: dict) -> Callable:
-    """Function of (primals, cotangents, cu_seqlens, segment_ids) for (outputs, gradients of the primals)."""
+    """Function of (primals, cotangents, cu_seqlens, segment_ids) for (outputs, gradients of the primals).
+
+    The primals are those of `cases.Inputs`.
+    """
 
     def call(primals, cotangents, cu_seqlens, segment_ids):
         static: dict[str, Any] = dict(options, implementation=implementation)
-
-        def rule(q, k, v, g, beta, h_0):
-            packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-            return gdn_jax.gated_delta_rule(q, k, v, g, beta, initial_state=h_0, **packing, **static)
-
-        outputs, vjp = jax.vjp(rule, *primals)
+        packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+        outputs, vjp = jax.vjp(lambda *primals: rule(primals, **packing, **static), *primals)
         return outputs, vjp(cotangents)
 
     return call
@@ -144,7 +152,10 @@ def compare(
             try:
                 call = compiled(implementation, tuple(case.rule_options.items()))
                 outputs, gradients = call(
-                    on_device[:6], (on_device.do, on_device.dh_T), on_device.cu_seqlens, on_device.segment_ids
+                    on_device.primals,
+                    (on_device.do, on_device.dh_T),
+                    on_device.cu_seqlens,
+                    on_device.segment_ids,
                 )
                 got = zip(NAMES, (*outputs, *gradients), strict=True)
                 errors = {part: worst_ratio(expected[part], y, head_axis(part)) for part, y in got}

@@ -207,14 +207,14 @@ FAULTS = (
         "        g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)\n"
         "    q, k, e, g = (None if y is None else pad(y, (B, T8",
         "    q, k, e, g = (None if y is None else pad(y, (B, T8",
-        "tests/kernels/test_family_kernels_backward.py::test_gradients[segment ids]",
+        "tests/kernels/test_kernels_channels_backward.py::test_gradients[segment ids]",
     ),
     Fault(
         "the cotangent of a state [V, K] is cut as one of [K, V]",
         "if x.initial_state is not None and walked.dh_0 is not None:\n"
         "        shape = (K, V) if static.kv_layout else (V, K)",
         "if x.initial_state is not None and walked.dh_0 is not None:\n        shape = (K, V)",
-        "tests/kernels/test_family_kernels_backward.py::test_gradients[segments]",
+        "tests/kernels/test_kernels_channels_backward.py::test_gradients[segments]",
     ),
     Fault(
         "cotangents that saturate are not counted",

@@ -1,4 +1,4 @@
-"""Faults of the rule and its family in plain JAX, their gates, convolution and rows over several devices."""
+"""Faults of the rule in plain JAX, their gates, convolution and rows over several devices."""
 
 from faults.fault import Fault
 
@@ -7,7 +7,7 @@ FAULTS = (
         "segments of channels go on over a device's border",
         "return jnp.where(jnp.expand_dims(changes & (token > 0), tuple(range(2, g.ndim))), -jnp.inf, g)",
         "return g",
-        "tests/parallel/test_parallel_family.py::test_split_tokens",
+        "tests/parallel/test_parallel_context.py::test_rule[channels, segments]",
     ),
     Fault(
         "a lane hands on the NaN of a sequence that has ended",
@@ -19,7 +19,7 @@ FAULTS = (
         "offsets of 8 bits are multiplied by the steps of a token",
         "None if cu_seqlens is None else widened(cu_seqlens) * n,",
         "None if cu_seqlens is None else cu_seqlens * n,",
-        "tests/rule/test_family.py::test_products_of_narrow_offsets",
+        "tests/rule/test_product.py::test_products_of_narrow_offsets",
     ),
     Fault(
         "a rule drops what it does not take",
@@ -49,7 +49,7 @@ FAULTS = (
         "chunks that fill up the lanes of a stretch pass no state on",
         "replace_ends(self._to_lanes(number))",
         "replace_ends(self._to_lanes(number - chunks - 1) + chunks + 1)",
-        "tests/rule/test_family_stretches.py::test_stretches_of_packed_rows_on_a_gpu[packed-2]",
+        "tests/rule/test_channel_stretches.py::test_stretches_of_packed_rows_on_a_gpu[channels-packed-2]",
     ),
     Fault(
         "the inverse is not kept for the backward",
@@ -133,43 +133,43 @@ FAULTS = (
         "what is erased is not scaled",
         'einsum("...k,...kv->...v", erase * k, S)',
         'einsum("...k,...kv->...v", k, S)',
-        "tests/rule/test_family.py::test_definition",
+        "tests/rule/test_reference.py::test_table",
     ),
     Fault(
         "the chunk's keys do not decay to where they erase",
         "ChannelTransition(jnp.exp(g.sum(-2)), e * from_start, k * to_end)",
         "ChannelTransition(jnp.exp(g.sum(-2)), e, k * to_end)",
-        "tests/rule/test_family.py::test_chunked_form[channels-of-every-kind]",
+        "tests/rule/test_chunked.py::test_table[float32-channels-of-every-kind]",
     ),
     Fault(
         "the decay to the end of a block stops at its half",
         "[end_early * whole_late, end_late]",
         "[end_early, end_late]",
-        "tests/rule/test_family.py::test_chunked_form[channels-of-every-kind]",
+        "tests/rule/test_chunked.py::test_table[float32-channels-of-every-kind]",
     ),
     Fault(
         "a product reads after its first step",
         "        at(q, n - 1),\n",
         "        at(q, 0),\n",
-        "tests/rule/test_family.py::test_product_of_several_steps",
+        "tests/rule/test_product.py::test_product_of_several_steps",
     ),
     Fault(
         "offsets of a product count tokens",
         "widened(cu_seqlens) * n,",
         "cu_seqlens,",
-        "tests/rule/test_family.py::test_packed_products_and_segments",
+        "tests/rule/test_product.py::test_packed_products_and_segments",
     ),
     Fault(
-        "the family ignores segment_ids",
+        "a decay of each channel ignores segment_ids",
         "segments.within(form, x.segment_ids, segments.OF_ROWS,",
         "segments.within(form, None, segments.OF_ROWS,",
-        "tests/rule/test_family.py::test_chunked_form[segments]",
+        "tests/rule/test_chunked.py::test_table[float32-channels-segments]",
     ),
     Fault(
         "the gate's derivative has the other sigmoid",
         "_exp(A_log + jax.nn.log_sigmoid(x)) * dx",
         "_exp(A_log + jax.nn.log_sigmoid(-x)) * dx",
-        "tests/rule/test_family.py::test_gates",
+        "tests/rule/test_gates.py::test_channel_log_decay",
     ),
     Fault(
         "the norm of keys has another epsilon",
@@ -193,7 +193,7 @@ FAULTS = (
         "the strictly lower part keeps its diagonal",
         "jnp.where(jnp.tril(jnp.ones((C, C), bool), -1), products, 0)",
         "jnp.where(jnp.tril(jnp.ones((C, C), bool)), products, 0)",
-        "tests/rule/test_family.py::test_chunked_form[channels-of-every-kind]",
+        "tests/rule/test_chunked.py::test_table[float32-channels-of-every-kind]",
     ),
     Fault(
         "an initial state reaches past the first segment",
@@ -247,6 +247,6 @@ FAULTS = (
         "the states of chunks are those of keys that are not normalised",
         "if call.use_qk_l2norm:\n        arrays = {",
         "if x.q is not None and call.use_qk_l2norm:\n        arrays = {",
-        "tests/rule/test_family.py::test_steps_equal_the_row",
+        "tests/rule/test_stages.py::test_chunk_states[apart]",
     ),
 )

@@ -1,4 +1,4 @@
-"""Random legal calls of the rule, its family and its adapters, compared with the float64 oracles.
+"""Random legal calls of the rule, its family and its adapters, compared with the float64 oracle.
 
 A program is drawn first: which function, which form, shapes, dtype, options, packing, and the transformation of JAX
 that it is called under. It is compiled once and called with several draws of values.
@@ -13,7 +13,7 @@ import numpy as np
 
 import gdn_jax
 from fuzz import adapters
-from gdn_jax.checks import family_oracle, oracle
+from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import bound, cancelling
 from gdn_jax.checks.cases import DTYPES
 
@@ -22,8 +22,6 @@ DRAWS = 10
 
 PRIMALS = ("q", "k", "v", "g", "beta", "erase", "write", "initial_state")
 GRADIENT_OF = {name: "dh_0" if name == "initial_state" else f"d{name}" for name in PRIMALS}
-LIKE = {"derase": "dbeta", "dwrite": "dbeta"}
-"""Whose bound a gradient of the family has."""
 
 ADAPTED = 0.15
 """Share of the programs that are calls of `adapters`."""
@@ -197,7 +195,7 @@ def truth(p: Program, x: dict[str, Any]) -> dict[str, Any]:
     x = x | {name: x[name].astype(np.int64) for name in ("cu_seqlens", "segment_ids") if name in x}
     if p.steps:
         return _truth_of_steps(p.steps, x, options)
-    return (family_oracle if p.family else oracle).evaluate(**x, **options)
+    return oracle.evaluate(**x, **options)
 
 
 def _truth_of_steps(n: int, x: dict[str, Any], options: dict) -> dict[str, Any]:
@@ -238,7 +236,7 @@ def compare(p: Program, x: dict, expected: dict, got: dict, factor: float = 1.0)
             continue
         error = np.sqrt(np.mean((reference - y) ** 2)) if y.size else 0.0
         size = max(np.sqrt(np.mean(reference**2)) if y.size else 0.0, LEAST)
-        allowed = factor * bound(LIKE.get(name, name), p.dtype, cancelling=cancels)
+        allowed = factor * bound(name, p.dtype, cancelling=cancels)
         if not error <= allowed * size:
             wrong.append(f"{name}: error {error / size:.2e}, allowed {allowed:.1e}")
     return wrong

@@ -13,7 +13,7 @@ import numpy as np
 import serving_cases
 
 from gdn_jax import serving
-from gdn_jax.checks import family_oracle, oracle
+from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
 
 CALLS = 12
@@ -304,9 +304,7 @@ class ChannelEpisode(Episode):
         return dict(q=x.q, k=x.k, v=x.v, **gates)
 
     def expected_prompts(self, x: dict[str, np.ndarray], **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        nothing = dict(do=np.zeros_like(x["v"], np.float64), dh_T=np.zeros_like(options["initial_state"]))
-        found = family_oracle.evaluate(**x, **options, **nothing)
-        return found["o"], found["final_state"]
+        return oracle.forward(**x, **options)
 
 
 def served(seed: int, count: int, by_kernels: bool = False) -> Iterator[tuple[str, list[str]]]:

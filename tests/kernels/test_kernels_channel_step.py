@@ -1,4 +1,4 @@
-"""The decode kernel with a decay for each key channel: near the family's oracle when interpreted."""
+"""The decode kernel with a decay for each key channel: near the oracle when interpreted."""
 
 import functools
 
@@ -13,7 +13,7 @@ from serving_cases import assert_same_bits
 from tolerances import assert_close
 
 from gdn_jax import serving
-from gdn_jax.checks import family_oracle
+from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.gates import channel_log_decay
 from gdn_jax.serving.call import interpreted
@@ -67,17 +67,16 @@ def test_step(pool_dtype, kv_layout, lower_bound, use_A_log, apart):
     initial = np.asarray(x["pool"], np.float64)[[READ[i] for i in real]]
     beta, *write = (1 / (1 + np.exp(-np.asarray(y, np.float64)[real])) for y in strengths)
     written = dict(erase=2 * beta, write=write[0]) if apart else dict(beta=beta)
-    truth = family_oracle.evaluate(
+    true_o, true_states = oracle.forward(
         **arrays, **written, g=np.asarray(g, np.float64)[real], scale=0.3, use_qk_l2norm=True,
         initial_state=initial, state_layout="kv" if kv_layout else "vk",
-        do=np.zeros((len(real), 1, SIZES["HV"], SIZES["V"])), dh_T=np.zeros_like(initial),
     )  # fmt: skip
     o = np.asarray(o, np.float64)
-    assert_close(truth["o"], o[real], BOUNDS["bfloat16"][0]["o"], "o")
+    assert_close(true_o, o[real], BOUNDS["bfloat16"][0]["o"], "o")
     assert not np.delete(o, real, 0).any()
     written = {WRITE[i]: n for n, i in enumerate(real) if WRITE[i] != -1}
     found = np.asarray(pool, np.float64)
-    want = truth["final_state"][list(written.values())]
+    want = true_states[list(written.values())]
     assert_close(want, found[list(written)], BOUNDS[pool_dtype][0]["final_state"], "pool")
     untouched = [s for s in range(8) if s not in written]
     np.testing.assert_array_equal(found[untouched], np.asarray(x["pool"], np.float64)[untouched])

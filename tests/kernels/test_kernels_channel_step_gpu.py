@@ -11,7 +11,7 @@ from test_kernels_channel_step import TREE, assert_drafts_are_right, drafts
 from tolerances import assert_close
 
 from gdn_jax import serving
-from gdn_jax.checks import family_oracle
+from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.gates import channel_log_decay
 
@@ -42,11 +42,11 @@ def truth(token, states, gates, layout, w=None):
     strengths: dict = dict(beta=1 / (1 + np.exp(-b)))
     if w is not None:
         strengths = dict(erase=strengths["beta"], write=1 / (1 + np.exp(-np.asarray(w, np.float64)[:, None])))
-    r = family_oracle.evaluate(
+    o, final = oracle.forward(
         q, k, v, g=g.astype(np.float64), **strengths, use_qk_l2norm=True, state_layout=layout,
-        initial_state=np.asarray(states, np.float64), do=np.zeros(v.shape), dh_T=np.zeros(states.shape),
+        initial_state=np.asarray(states, np.float64),
     )  # fmt: skip
-    return r["o"][:, 0], r["final_state"]
+    return o[:, 0], final
 
 
 @pytest.mark.parametrize("N", [1, 5, 128])

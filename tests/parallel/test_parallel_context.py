@@ -12,12 +12,12 @@ from device_arrays import put
 from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
-from meshes import mesh_of, spec, value_and_gradients
-from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
+from meshes import mesh_from, mesh_of, spec, value_and_gradients
+from tolerances import GRADIENTS, STATES, STRENGTHS, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
-from gdn_jax.parallel import context, context_conv, exchange
+from gdn_jax.parallel import context, context_conv, exchange, token_shards
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parallel.context_kernels import Kernels
 from gdn_jax.parts.conv import causal_conv1d
@@ -32,21 +32,29 @@ from pallas_kernels.forward import rule as forward_rule
 
 TOKENS, WHOLE = spec(None, "context"), spec()
 SMALL = dict(heads=(1, 1, 2), K=6, V=4, chunk_size=16)
+APART = dict(erase="channel", write="channel")
 
 
 def on_mesh(mesh, case, x, implementation="chunked", by="states"):
     """The rule of tokens that are split over a mesh of one axis."""
 
-    def local(q, k, v, g, beta, state, cu, ids):
-        known = dict(
-            initial_state=state, cu_seqlens=cu, segment_ids=ids, implementation=implementation, by=by
-        )
-        return context.gated_delta_rule(q, k, v, g, beta, axis_name="context", **known, **case.options)
+    options = dict(axis_name="context", implementation=implementation, by=by, **case.options)
 
-    specs = (TOKENS,) * 5 + (WHOLE, WHOLE, TOKENS)
-    f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(TOKENS, WHOLE))
+    def local(primals, cu, ids):
+        q, k, v, g, beta, state, *apart = primals
+        known = dict(initial_state=state, cu_seqlens=cu, segment_ids=ids, **options)
+        if case.channel_g is None and not apart:
+            return context.gated_delta_rule(q, k, v, g, beta, **known)
+        return context.delta_rule(q, k, v, g, beta, *apart, **known)
+
     cu, ids = (None if y is None else put(y) for y in (x.cu_seqlens, x.segment_ids))
-    return lambda *primals: f(*primals, cu, ids)
+
+    def call(*primals):
+        specs = ((TOKENS,) * 5 + (WHOLE, TOKENS, TOKENS))[: len(primals)], WHOLE, TOKENS
+        f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(TOKENS, WHOLE))
+        return f(primals, cu, ids)
+
+    return call
 
 
 CASES = {
@@ -66,12 +74,25 @@ CASES = {
     "packed": (8, dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0))),
     "packed, one over all": (4, dict(T=32, B=1, lengths=(32,), state_layout="vk")),
     "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
+    "channels, packed": (
+        8,
+        dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0), channel_g="kinds", **APART),
+    ),
+    "channels, whole rows": (4, dict(T=40, B=2, channel_g="mixed", state_layout="vk", use_qk_l2norm=True)),
+    "channels, five devices": (5, dict(T=20, B=1, channel_g="some -inf", erase="head", write="channel")),
+    "apart, gate of a head": (3, dict(T=30, B=1, erase="channel", write="head")),
+    "channels, segments": (
+        8,
+        dict(T=64, B=2, segments=((3, 5, 1, 33, 6, 16), (8, 8, 7, 1, 40)), channel_g="kinds"),
+    ),
+    "apart, no gate, segments": (4, dict(T=32, B=1, g=None, segments=((1, 22, 9),), **APART)),
 }
 CROSSED = {f"whole rows, {number} devices" for number in ("two", "three", "five", "six", "eight")} | {
-    "segments, no gates", "packed, one over all",
+    "segments, no gates", "packed, one over all", "channels, whole rows", "channels, five devices",
+    "apart, gate of a head", "apart, no gate, segments",
 }  # fmt: skip
 """Numbers of devices whose exchange has as many steps as that of four, of seven and of the packed rows, or fewer;
-absent gates of segments, which rows have; and one sequence, which is a row."""
+absent gates of segments, which rows have; one sequence, which is a row; other gates with options that heads have."""
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ("segments",), CASES.keys() - CROSSED))
@@ -88,10 +109,16 @@ EXCHANGES = {
     "no gates, no state": (8, dict(T=16, B=1, g=None, beta=None, initial_state=False)),
     "segments": (4, dict(T=32, B=2, segments=((3, 5, 1, 17, 6), (8, 8, 7, 9)))),
     "packed": (8, dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0))),
+    "channels": (
+        4,
+        dict(T=32, heads=(4, 4, 8), segments=((3, 29), (8, 24)), channel_g="kinds", **APART),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", tiers(EXCHANGES, ("one token a device",), ("packed", "no gates, no state")))
+@pytest.mark.parametrize(
+    "name", tiers(EXCHANGES, ("one token a device",), ("packed", "no gates, no state", "channels"))
+)
 def test_rule_by_heads(name):
     """All tokens of some heads on every device."""
     devices, options = EXCHANGES[name]
@@ -127,9 +154,9 @@ def check_rule(devices, case, implementation, by="states"):
     """One case against the oracle."""
     x = cases.inputs(case)
     call = on_mesh(mesh_of((devices,), ("context",)), case, x, implementation, by)
-    outputs, gradients = value_and_gradients(call)(x[:6], (x.do, x.dh_T))
+    results = value_and_gradients(call)(x.primals, (x.do, x.dh_T))
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    for key, y in zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True):
+    for key, y in zip(STATES + GRADIENTS + STRENGTHS, sum(results, ()), strict=False):
         if y is not None:
             assert_close(expected[key], y, tolerance(key, "float32"), key, head_axis(key))
 
@@ -156,6 +183,20 @@ def test_a_scale_that_is_an_array():
     expected = value_and_gradients(f)((*x[:3], put(0.3, "float32")), put(x.do))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_what_a_model_calls():
+    """Rows, heads and tokens over a mesh of a model, under plain jit."""
+    x = cases.inputs(cases.Case("mesh", T=32, B=2, heads=(2, 2, 2), K=6, V=4, channel_g="mixed", **APART))
+    arguments = [put(y) for y in (x.q, x.k, x.v, x.g)]
+    apart = dict(erase=put(x.erase), write=put(x.write))
+    want = gdn_jax.delta_rule(*arguments, **apart)
+    _, mesh = mesh_from("data=2,head=2,context=2")
+    with jax.set_mesh(mesh):
+        got = jax.jit(token_shards.delta_rule_on_mesh)(*arguments, **apart)
+    for one, other in zip(want, got, strict=True):
+        assert_close(np.asarray(one), np.asarray(other), 1e-5)
 
 
 @functools.cache

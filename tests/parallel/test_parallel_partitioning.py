@@ -23,10 +23,11 @@ from meshes import (
     spec,
     value_and_gradients,
 )
-from tolerances import GRADIENTS, STATES, assert_close, head_axis, tolerance
+from tolerances import GRADIENTS, STATES, STRENGTHS, assert_close, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases
+from gdn_jax.checks.check import rule
 
 stand_ins = meshes.stand_ins
 
@@ -46,6 +47,10 @@ CASES = {
     "few keys": cases.Case("few", T=70, B=8, heads=(8, 8, 16), K=8, V=8, state_layout="vk"),
     "packed": cases.Case("packed", T=70, B=1, heads=(8, 8, 8), K=8, V=8, lengths=(30, 0, 20)),
     "segments": cases.Case("segments", T=40, B=8, heads=(16, 8, 8), K=8, V=8, segments=((13, 20, 7),) * 8),
+    "channels": cases.Case("channels", T=40, B=2, heads=(4, 4, 4), K=8, V=8, channel_g="mixed"),
+    "apart": cases.Case(
+        "apart", T=32, B=2, heads=(4, 4, 4), K=6, V=4, channel_g="mixed", erase="channel", write="channel"
+    ),
 }
 
 
@@ -56,17 +61,16 @@ def run(implementation, case, x, mesh, placement=None, **options):
     cu = None if x.cu_seqlens is None else put(x.cu_seqlens)
 
     def call(*primals):
-        known = dict(initial_state=primals[5], cu_seqlens=cu, segment_ids=ids)
-        return gdn_jax.gated_delta_rule(
-            *primals[:5], **known, **case.rule_options, **options, implementation=implementation
-        )
+        known = dict(cu_seqlens=cu, segment_ids=ids, implementation=implementation)
+        return rule(primals, **known, **case.rule_options, **options)
 
     ids = None if x.segment_ids is None else place(mesh, [x.segment_ids], [spec(*tokens[:1])])[0]
-    primals = place(mesh, x[:6], (tokens,) * 5 + (states,))
+    primals = x.primals
+    primals = place(mesh, primals, ((tokens,) * 5 + (states, tokens, tokens))[: len(primals)])
     cotangents = place(mesh, (x.do, x.dh_T), (tokens, states))
     compiled = value_and_gradients(call).lower(primals, cotangents).compile()
-    outputs, gradients = compiled(primals, cotangents)
-    return dict(zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True)), traffic(compiled.as_text())
+    results = zip(STATES + GRADIENTS + STRENGTHS, sum(compiled(primals, cotangents), ()), strict=False)
+    return {name: y for name, y in results if y is not None}, traffic(compiled.as_text())
 
 
 @functools.cache
@@ -106,6 +110,8 @@ SLOW_FORMS = (
     ("chunked", *PACKED, AUTO),
     ("recurrent", *PACKED, AUTO),
     ("chunked", *FEW, EXPLICIT),
+    ("chunked", "channels", "rows and heads", AUTO),
+    ("chunked", "apart", "rows and heads", EXPLICIT),
 )
 
 
@@ -135,6 +141,9 @@ def test_plain_forms_run_on_the_shards(implementation, name, placement, kind):
     got, sent = run(implementation, case, x, mesh, PLACEMENTS[placement], chunk_size=16)
     assert not sent.count, sent.count
     check_same(got, on_one_device(implementation, name, chunk_size=16))
+    if placement == "rows and heads":
+        assert tuple(got["o"].sharding.spec)[:3] == ("d", None, "e")
+        assert tuple(got["final_state"].sharding.spec)[:2] == ("d", "e")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The public operation from outside: layouts, dtypes, every error text, choice of implementation, run-time checks."""
 
 import copy
+import dataclasses
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -121,6 +123,14 @@ def test_supported_implementations():
     if jax.default_backend() == "cpu":  # the device comes before what other arguments could mend
         for name in ("mosaic_gpu", "mosaic_mma"):
             assert supported[name] == "the default device is a cpu; the kernels need an NVIDIA GPU"
+
+
+def test_kernels_of_channels_are_refused():
+    """On a CPU, with the device's reason."""
+    x = arguments(dataclasses.replace(SMALL, channel_g="mild"))
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="the default device is a cpu"):
+            gdn_jax.delta_rule(**x, implementation="mosaic_gpu")
 
 
 def test_default_implementation():
@@ -278,22 +288,41 @@ def test_exceptions_can_be_made_again():
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name, no_type_checks):
-    """ValueError "argument: expected ..., got ...", the same from the rule and from supported_implementations."""
+    """ValueError "argument: expected ..., got ...", the same from both rules and from supported_implementations."""
     change, argument, expected, got = ERRORS[name]
     call = changed(change)
     pattern = rf"^{argument}: expected .*{expected}.*, got .*{got}"
-    with pytest.raises(ValueError, match=pattern):
-        gdn_jax.gated_delta_rule(**call)
-    with pytest.raises(ValueError, match=pattern):
-        jax.eval_shape(lambda: gdn_jax.gated_delta_rule(**call))
+    for rule in (gdn_jax.gated_delta_rule, gdn_jax.delta_rule):
+        with pytest.raises(ValueError, match=pattern):
+            rule(**call)
+        with pytest.raises(ValueError, match=pattern):
+            jax.eval_shape(lambda rule=rule: rule(**call))
     if "implementation" not in call:
         with pytest.raises(ValueError, match=pattern):
             gdn_jax.supported_implementations(**call)
 
 
-def test_support_of_a_flag_that_is_none(no_type_checks):
-    with pytest.raises(ValueError, match=r"^use_qk_l2norm: expected True or False, got "):
-        gdn_jax.supported_implementations(**changed(dict(use_qk_l2norm="no")))
+def test_a_flag_that_is_none(no_type_checks):
+    for call in (gdn_jax.supported_implementations, gdn_jax.delta_rule):
+        with pytest.raises(ValueError, match=r"^use_qk_l2norm: expected True or False, got "):
+            call(**changed(dict(use_qk_l2norm="no")))
+
+
+STRENGTHS = {
+    "both strengths": (dict(erase=X.beta), "beta", "None where erase or write is given", "both"),
+    "erase of other channels": (dict(beta=None, erase=np.ones((2, 5, 4, 3), f32)), "erase", "shape", "4, 3"),
+    "write of other heads": (dict(beta=None, write=np.ones((2, 5, 3), f32)), "write", "shape", "5, 3"),
+    "g of other channels": (dict(g=np.zeros((2, 5, 4, 4), f32)), "g", "B, T, HO, K", "4, 4"),
+    "g of integers": (dict(g=np.zeros((2, 5, 4, 6), np.int32)), "g", "dtype", "int32"),
+    "beta of a channel": (dict(beta=np.ones((2, 5, 4, 6), f32)), "beta", "B, T, HO", "4, 6"),
+}
+
+
+@pytest.mark.parametrize("name", STRENGTHS)
+def test_errors_of_channels(name, no_type_checks):
+    change, argument, expected, got = STRENGTHS[name]
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .*{expected}.*, got .*{got}"):
+        gdn_jax.delta_rule(**changed(change))
 
 
 STEP_ERRORS = {
@@ -307,6 +336,8 @@ STEP_ERRORS = {
     "beta-shape": (dict(beta=X.beta[:, 0, :2]), "beta", "HO", "2"),
     "layout": (dict(state_layout="kk"), "state_layout", "'kv', 'vk'", "'kk'"),
     "state": (dict(state_layout="vk"), "(initial_)?state", r"\[2, 4, 3, 6\]", r"\[2, 4, 6, 3\]"),
+    "g-number": (dict(g=1.0), "g", r"an array \[B, HO\]", "float"),
+    "beta-text": (dict(beta="1"), "beta", r"an array \[B, HO\]", "str"),
 }
 
 
@@ -319,8 +350,35 @@ def test_step_errors(name, no_type_checks):
         | change
     )
     call = {key: jax.device_put(y) if isinstance(y, np.ndarray) else y for key, y in call.items()}
-    with pytest.raises(ValueError, match=rf"^{argument}: expected .*{expected}.*, got .*{got}"):
-        gdn_jax.gated_delta_step(**call)
+    for step in (gdn_jax.gated_delta_step, gdn_jax.delta_step):
+        if step is gdn_jax.gated_delta_step or name != "g-rank":
+            with pytest.raises(ValueError, match=rf"^{argument}: expected .*{expected}.*, got .*{got}"):
+                step(**call)
+
+
+OTHER_ERRORS = {
+    "g of chunk states": (
+        lambda: gdn_jax.delta_chunk_states(X.k, X.v, X.g[0, 0]),
+        "g: expected shape [B, T, HO, channels]",
+    ),
+    "offsets of products": (
+        lambda: gdn_jax.gated_delta_product(
+            X.q[:1], X.k[:1, :, None], X.v[:1, :, None], cu_seqlens=np.array([0, 6], np.uint8)
+        ),
+        "cu_seqlens: expected ascending values from 0 to at most T = 5, got [0, 6]",
+    ),
+    "segments of products": (
+        lambda: gdn_jax.gated_delta_product(X.q, X.k[:, :, None], X.v[:, :, None], segment_ids=[0, 1]),
+        "segment_ids: expected an array [B, T], got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ERRORS)
+def test_errors_of_other_operations(name, no_type_checks):
+    call, message = OTHER_ERRORS[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        call()
 
 
 def test_type_checks_are_on():

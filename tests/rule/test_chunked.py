@@ -17,7 +17,9 @@ from gdn_jax.rule import chunked
 from gdn_jax.rule.chunks import rows
 
 
-@pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))
+@pytest.mark.parametrize(
+    "case, dtype", [*harness.table(("float32", "bfloat16")), *harness.channels("chunked")]
+)
 def test_table(case, dtype):
     x = cases.inputs(case, dtype)
     harness.check(case, x, dtype, harness.evaluate("chunked", case.options, x))

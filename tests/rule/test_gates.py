@@ -35,6 +35,55 @@ def test_log_decay_of_the_slowest_head_survives_bfloat16():
     assert_close(-np.log1p(np.exp(a.astype(np.float64))), g, EXACT)
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_channel_log_decay(lower_bound):
+    """Both kinds and all their derivatives against float64 formulas, finite for any rate."""
+    A_log, f = (
+        y.ravel()
+        for y in np.meshgrid(
+            np.array([-20, -5, 0, 1, 2.77, 10, 40, 80.0, 90.0]),
+            np.array([-120, -20, -8, -1e-3, 0, 1e-3, 1, 8, 60, 100.0]),
+        )
+    )
+
+    def gate(f, A_log):
+        bias = jnp.zeros((len(f), 1), f.dtype)
+        return gdn_jax.channel_log_decay(f[:, None], A_log, bias, lower_bound)[:, 0]
+
+    @jax.jit
+    def both(*given):
+        g, vjp = jax.vjp(gate, *given)
+        return g, *vjp(jnp.ones_like(g))
+
+    got = jax.device_get(both(f.astype(np.float32), A_log.astype(np.float32)))
+    assert all(np.isfinite(y).all() for y in got)
+    with np.errstate(over="ignore"):
+        softplus, sigmoid = np.logaddexp(0, f), np.exp(-np.logaddexp(0, -f))
+        if lower_bound is None:
+            expected = -np.exp(A_log) * softplus, -np.exp(A_log) * sigmoid, -np.exp(A_log) * softplus
+        else:
+            z = np.exp(A_log) * f
+            both_sides = np.exp(-np.abs(z) - 2 * np.log1p(np.exp(-np.abs(z))))  # sigmoid(z) sigmoid(-z)
+            s = np.exp(-np.logaddexp(0, -z))
+            expected = (
+                lower_bound * s,
+                lower_bound * both_sides * np.exp(A_log),
+                lower_bound * both_sides * z,
+            )
+    for name, want, y in zip(("g", "df", "dA_log"), expected, got, strict=True):
+        representable = np.isfinite(want) & (np.abs(want) > 1e-30) & (np.abs(want) < 1e37)
+        error = np.abs(y - want)[representable] / np.abs(want)[representable]
+        assert error.max() < 1e-5, (name, error.max())
+
+
+def test_channel_log_decay_is_in_float32():
+    """A bfloat16 input is widened before the sum with the bias."""
+    f, bias = np.full((1, 1, 1), 1 / 3, jnp.bfloat16), np.full((1, 1), 1e-3, np.float32)
+    g = np.asarray(jax.jit(gdn_jax.channel_log_decay)(f, np.zeros(1, np.float32), bias))
+    assert g.dtype == np.float32
+    assert_close(-np.logaddexp(0, np.float64(f[0, 0, 0]) + 1e-3), g[0, 0, 0], 1e-6)
+
+
 def test_write_strength():
     b = np.linspace(-20, 20, 41).astype(np.float32)
     expected = 1 / (1 + np.exp(-b.astype(np.float64)))

@@ -22,6 +22,13 @@ SMALL = {
     "reset": cases.Case("fd-reset", T=6, B=1, K=3, V=2, g="some -inf"),
     "packed": cases.Case("fd-packed", T=8, B=1, K=2, V=2, lengths=(0, 3, 1, 0, 2)),
     "segments": cases.Case("fd-segments", T=6, K=2, V=2, segments=((1, 2, 3), (6,))),
+    "channels": cases.Case("fd-channels", T=5, B=1, K=3, V=2, channel_g="some -inf"),
+    "apart": cases.Case(
+        "fd-apart", T=5, K=3, V=2, channel_g="mixed", erase="channel", write="channel", use_qk_l2norm=True
+    ),
+    "apart-heads": cases.Case(
+        "fd-apart-heads", T=8, B=1, K=2, V=2, erase="head", write="head", lengths=(0, 3, 4)
+    ),
 }
 
 
@@ -37,7 +44,7 @@ def test_adjoint_of_the_oracle(name):
         return (o * x.do).sum() + (h_T * x.dh_T).sum()
 
     gradients = oracle.gradients(**x.arguments, **options, do=x.do, dh_T=x.dh_T)
-    for primal, gradient in zip(harness.PRIMALS, gradients, strict=True):
+    for primal, gradient in zip((*harness.PRIMALS, "erase", "write"), gradients, strict=True):
         value = getattr(x, primal)
         if value is None:
             assert gradient is None

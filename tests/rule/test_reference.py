@@ -11,7 +11,9 @@ import gdn_jax
 from gdn_jax.checks import cases, oracle
 
 
-@pytest.mark.parametrize("case, dtype", harness.table(("float32", "bfloat16")))
+@pytest.mark.parametrize(
+    "case, dtype", [*harness.table(("float32", "bfloat16")), *harness.channels("recurrent")]
+)
 def test_table(case, dtype):
     x = cases.inputs(case, dtype)
     harness.check(case, x, dtype, harness.evaluate("recurrent", case.options, x), form="recurrent")
@@ -49,22 +51,29 @@ STEPS = {
     "no-g": dict(heads=(2, 2, 2), g=None),
     "no-beta": dict(heads=(2, 2, 2), beta=None),
     "scale-0": dict(heads=(1, 1, 2), scale=0.0),
+    "channels": dict(heads=(1, 1, 2), channel_g="kinds"),
+    "apart-vk": dict(heads=(4, 2, 2), channel_g="mixed", erase="channel", write="channel", state_layout="vk"),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_equal_oracle(name, dtype):
-    """gated_delta_step over all tokens is the rule."""
+    """A step over all tokens is the rule."""
     case = cases.Case(name, T=9, **STEPS[name])
     x = cases.inputs(case, dtype)
-    options = {k: v for k, v in case.options.items() if k != "chunk_size"}
+    options = case.rule_options
 
     def step(state, token):
-        o, state = gdn_jax.gated_delta_step(*token, state, **options)
+        token, apart = token
+        if case.channel_g is None:
+            o, state = gdn_jax.gated_delta_step(*token, state, **options)
+        else:
+            o, state = gdn_jax.delta_step(*token, state, **apart, **options)
         return state, o
 
-    tokens = jax.tree.map(lambda y: jnp.moveaxis(jnp.asarray(y), 1, 0), tuple(x[:5]))
+    apart = {name: getattr(x, name) for name in ("erase", "write")}
+    tokens = jax.tree.map(lambda y: jnp.moveaxis(jnp.asarray(y), 1, 0), (x[:5], apart))
     state, o = jax.jit(lambda h, xs: jax.lax.scan(step, h, xs))(x.initial_state, tokens)
     expected, final = oracle.forward(**x.arguments, **options)
     assert o.dtype == x.v.dtype and state.dtype == jnp.float32
@@ -82,3 +91,16 @@ def test_step_keeps_the_dtype_of_the_state():
     assert after.dtype == jnp.bfloat16 and o.dtype == jnp.bfloat16
     assert_close(expected[:, 0], o, tolerance("o", "bfloat16"))
     assert_close(final, after, tolerance("final_state", "bfloat16"))
+
+
+@pytest.mark.parametrize("given", ["g and beta", "nothing"])
+def test_a_step_with_gates_of_heads_is_the_gated_step(given):
+    """To the bit; without gates too, where several value heads share a query head."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, 8)).astype(np.float32) for heads in (1, 1, 2))
+    g, beta = -np.exp(rng.standard_normal((2, 2))).astype(np.float32), np.full((2, 2), 0.5, np.float32)
+    gates = (g, beta) if given == "g and beta" else (None, None)
+    state = rng.standard_normal((2, 2, 8, 8)).astype(np.float32)
+    both = jax.jit(lambda *x: [step(*x) for step in (gdn_jax.delta_step, gdn_jax.gated_delta_step)])
+    for one, other in zip(*both(q, k, v, *gates, state), strict=True):
+        np.testing.assert_array_equal(one, other)

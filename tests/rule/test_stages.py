@@ -146,14 +146,21 @@ STATES = {
     "no-state": cases.Case("states-alone", T=70, initial_state=False),
     "segments": cases.Case("states-segments", T=70, segments=((10, 40, 20), (16, 54)), chunk_size=16),
     "normalised": cases.Case("states-norm", T=40, use_qk_l2norm=True, keys="any", chunk_size=16),
+    "channels": cases.Case("states-channels", T=40, channel_g="mixed", chunk_size=16),
+    "apart": cases.Case(
+        "states-apart", T=40, channel_g="mixed", erase="channel", write="head", use_qk_l2norm=True, keys="any"
+    ),
 }
 
 
 def states_call(case, segment_ids):
-    def call(k, v, g, beta, initial_state):
+    def call(k, v, g, beta, initial_state, *apart):
         options = dict(state_layout=case.state_layout, chunk_size=case.chunk_size, segment_ids=segment_ids)
-        options.update(use_k_l2norm=case.use_qk_l2norm)
-        return gdn_jax.chunk_states(k, v, g, beta, initial_state=initial_state, **options)
+        options.update(use_k_l2norm=case.use_qk_l2norm, initial_state=initial_state)
+        if case.channel_g is None:
+            return gdn_jax.chunk_states(k, v, g, beta, **options)
+        options |= dict(zip(("erase", "write"), apart, strict=False))
+        return gdn_jax.delta_chunk_states(k, v, g, beta, **options)
 
     return call
 
@@ -167,13 +174,13 @@ def before_chunks(case, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", harness.tiers(STATES, ("slow-decay", "reset"), ("segments", "normalised", "vk"))
+    "name", harness.tiers(STATES, ("slow-decay", "reset"), ("segments", "normalised", "vk", "apart"))
 )
 def test_chunk_states(name):
     """h at the start of chunk n is the final state of the tokens before it, and so are its gradients."""
     case = STATES[name]
     x = cases.inputs(case)
-    primals = tuple(None if y is None else jax.device_put(y) for y in x[1:6])
+    primals = jax.device_put(x.primals[1:])
     options = dict(state_layout=case.state_layout, use_qk_l2norm=case.use_qk_l2norm)
     expected = [oracle.forward(**before, **options)[1] for _, before in before_chunks(case, x)]
     expected = np.stack(expected, 1)
@@ -189,9 +196,11 @@ def test_chunk_states(name):
     assert h.dtype == jnp.float32
     assert_close(expected, h, tolerance("final_state", "float32"), "h", 2)
 
+    names = ("dk", "dv", "dg", "dbeta", "dh_0", "derase", "dwrite")
     totals = {
-        n: np.zeros(getattr(x, p).shape)
-        for n, p in (("dk", "k"), ("dv", "v"), ("dg", "g"), ("dbeta", "beta"))
+        name: np.zeros(y.shape)
+        for name, y in zip(names, primals, strict=False)
+        if y is not None and name != "dh_0"
     }
     dh_0 = 0
     for n, (start, before) in enumerate(before_chunks(case, x)):
@@ -199,7 +208,7 @@ def test_chunk_states(name):
         for output in totals:
             totals[output][:, :start] += getattr(part, output)
         dh_0 = dh_0 if part.dh_0 is None else dh_0 + part.dh_0
-    for output, got in zip((*totals, "dh_0"), gradients, strict=True):
+    for output, got in zip(names, gradients, strict=False):
         if got is not None:
             reference = dh_0 if output == "dh_0" else totals[output]
             assert_close(reference, got, tolerance(output, "float32"), output)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from tolerances import FINITE_DIFFERENCES, assert_close, differences, head_axis, tolerance
+from tolerances import FINITE_DIFFERENCES, GRADIENTS, assert_close, differences, head_axis, tolerance
 
 import gdn_jax
 from gdn_jax.checks import cases, oracle
@@ -44,6 +44,17 @@ SMALL = {
         segments=((1, 4, 15), (20,)),
         chunk_size=16,
     ),
+    "channels": cases.Case(
+        "transform-channels",
+        T=20,
+        B=2,
+        K=6,
+        V=5,
+        channel_g="mixed",
+        erase="channel",
+        write="head",
+        chunk_size=16,
+    ),
 }
 both = pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
 
@@ -53,7 +64,7 @@ def rule(implementation, case, x, *primals):
         case.options, implementation=implementation, cu_seqlens=x.cu_seqlens, segment_ids=x.segment_ids
     )
     options = {name: jnp.asarray(y) if isinstance(y, np.ndarray) else y for name, y in options.items()}
-    return gdn_jax.gated_delta_rule(*primals[:5], initial_state=primals[5], **options)
+    return harness.rule(primals, **options)
 
 
 def loss(implementation, case, x, *primals):
@@ -63,13 +74,12 @@ def loss(implementation, case, x, *primals):
 
 def directions(x, seed=1):
     rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal(y.shape) for y in x[:6])
+    return tuple(None if y is None else rng.standard_normal(y.shape) for y in x.primals)
 
 
 def oracle_gradients(case, x, primals):
-    names = dict(zip(harness.PRIMALS, primals, strict=True))
-    options = {name: value for name, value in case.options.items() if name != "chunk_size"}
-    return oracle.gradients(**{**x.arguments, **names}, **options, do=x.do, dh_T=x.dh_T)
+    names = dict(zip((*harness.PRIMALS, "erase", "write"), primals, strict=False))
+    return oracle.gradients(**{**x.arguments, **names}, **case.rule_options, do=x.do, dh_T=x.dh_T)
 
 
 # Both sides are sums of up to 240 products of numbers that went through up to 40 tokens in float64. Most of their
@@ -87,16 +97,16 @@ def test_forward_mode(implementation, name):
         tangents = directions(x)
         f = functools.partial(rule, implementation, case, x)
         jvp = jax.jit(lambda tangents: jax.jvp(f, x_primals, tangents)[1])
-        x_primals = tuple(jax.device_put(y) for y in x[:6])
-        gradients = oracle_gradients(case, x, x[:6])
-        for i in range(6):
-            one = tuple(t if j == i else np.zeros_like(t) for j, t in enumerate(tangents))
+        x_primals = jax.device_put(x.primals)
+        gradients = oracle_gradients(case, x, x.primals)
+        for i in (i for i, t in enumerate(tangents) if t is not None):
+            one = tuple(t if j == i else jax.tree.map(np.zeros_like, t) for j, t in enumerate(tangents))
             o_t, h_t = jvp(one)
             expected = (gradients[i] * tangents[i]).sum()
             got = (np.asarray(o_t) * x.do).sum() + (np.asarray(h_t) * x.dh_T).sum()
             # Not against the sum itself, which may cancel, but against the most that it can be.
             largest = np.linalg.norm(gradients[i]) * np.linalg.norm(tangents[i])
-            assert abs(expected - got) <= INNER_PRODUCTS * largest, harness.PRIMALS[i]
+            assert abs(expected - got) <= INNER_PRODUCTS * largest, gradients._fields[i]
 
 
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
@@ -107,6 +117,7 @@ def test_forward_mode(implementation, name):
         pytest.param("plain", "reverse-over-reverse", marks=pytest.mark.crossed),
         pytest.param("segments", "reverse-over-reverse", marks=pytest.mark.slow),
         pytest.param("packed-reset-l2norm", "forward-over-reverse", marks=pytest.mark.slow),
+        pytest.param("channels", "forward-over-reverse", marks=pytest.mark.slow),
     ],
 )
 def test_second_order(implementation, name, order):
@@ -115,30 +126,34 @@ def test_second_order(implementation, name, order):
     with jax.enable_x64(True):
         x = cases.inputs(case, "float64")
         direction = directions(x)
-        primals = tuple(jax.device_put(y) for y in x[:6])
-        gradient = jax.grad(functools.partial(loss, implementation, case, x), argnums=tuple(range(6)))
+        primals = jax.device_put(x.primals)
+        argnums = tuple(range(len(primals)))
+        gradient = jax.grad(functools.partial(loss, implementation, case, x), argnums=argnums)
         if order == "forward-over-reverse":
             hvp = jax.jit(lambda *p: jax.jvp(gradient, p, direction)[1])(*primals)
         else:
 
             def inner(*p):
-                return sum(jnp.vdot(a, b) for a, b in zip(gradient(*p), direction, strict=True))
+                return sum(map(jnp.vdot, *map(jax.tree.leaves, (gradient(*p), direction))))
 
-            hvp = jax.jit(jax.grad(inner, argnums=tuple(range(6))))(*primals)
-        hvp = [np.asarray(y) for y in hvp]
+            hvp = jax.jit(jax.grad(inner, argnums=argnums))(*primals)
+        hvp = jax.device_get(hvp)
 
     def moved(by):
-        return oracle_gradients(case, x, tuple(p + by * d for p, d in zip(x[:6], direction, strict=True)))
+        return oracle_gradients(case, x, jax.tree.map(lambda p, d: p + by * d, x.primals, direction))
 
     expected = differences(moved)
-    for output, reference, got in zip(expected._fields, expected, hvp, strict=True):
-        assert_close(reference, got, FINITE_DIFFERENCES, output)
+    for output, reference, got in zip(expected._fields, expected, hvp, strict=False):
+        assert (reference is None) == (got is None), output
+        if got is not None:
+            assert_close(reference, got, FINITE_DIFFERENCES, output)
 
 
+@pytest.mark.parametrize("channel_g", [None, pytest.param("mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("implementation", harness.CHUNKED_FIRST)
-def test_vmap(implementation):
+def test_vmap(implementation, channel_g):
     """A mapped axis on every input, and on v alone; gradients per sample."""
-    case = cases.Case("vmap", T=20, B=1, K=8, V=8, chunk_size=16)
+    case = cases.Case("vmap", T=20, B=1, K=8, V=8, chunk_size=16, channel_g=channel_g)
     many = [cases.inputs(case, seed=seed) for seed in range(3)]
     stacked = tuple(np.stack(y) for y in zip(*(x[:6] for x in many), strict=True))
     f = functools.partial(rule, implementation, case, many[0])
@@ -160,7 +175,7 @@ def test_vmap(implementation):
     gradients = jax.device_get(jax.jit(per_sample)(*stacked))
     for i, x in enumerate(many):
         expected = oracle.gradients(**x.arguments, do=many[0].do, dh_T=many[0].dh_T)
-        for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
+        for name, reference, got in zip(GRADIENTS, expected, gradients, strict=False):
             assert_close(reference, got[i], tolerance(name, "float32"), name, head_axis(name))
 
 
@@ -182,7 +197,7 @@ def test_vmap_of_packed_bfloat16(name):
     call = jax.jit(jax.vmap(both, (axes, None, None, None)))
     results = jax.device_get(call(primals, (many[0].do, many[0].dh_T), many[0].cu_seqlens, None))
     for i, x in enumerate(many):
-        x = cases.Inputs(*(x[j] if j in mapped else many[0][j] for j in range(10)))
+        x = cases.Inputs(*(x[j] if j in mapped else many[0][j] for j in range(len(x))))
         harness.check(case, x, "bfloat16", harness.named(jax.tree.map(lambda y, i=i: y[i], results)))
 
 
@@ -258,7 +273,7 @@ def test_gradients_under_checkpoint(implementation):
     )
     gradients = jax.jit(jax.grad(jax.checkpoint(f, policy=policy), argnums=tuple(range(6))))(*x[:6])
     expected = oracle_gradients(case, x, x[:6])
-    for name, reference, got in zip(expected._fields, expected, gradients, strict=True):
+    for name, reference, got in zip(GRADIENTS, expected, gradients, strict=False):
         assert_close(reference, got, tolerance(name, "float32"), name, head_axis(name))
 
 

@@ -10,7 +10,7 @@ from adapter_calls import arrays, call, close, normal, sigmoid, softplus, states
 from device_arrays import put
 
 from gdn_jax.adapters import tpu_inference
-from gdn_jax.checks import family_oracle
+from gdn_jax.checks import oracle
 
 HV, K = 2, 4
 A_LOG, DT_BIAS = normal(HV) / 4, normal(HV)
@@ -37,11 +37,9 @@ def served(mode, window, state, qkv, b, a):
     tokens = [q, k, v, g[None], sigmoid(b)[None]]
     outputs, states = [], []
     for t in range(len(qkv)):
-        zeros = dict(do=np.zeros((1, 1, 2, 3)), dh_T=np.zeros((1, *state.shape)))
         one = [z[:, t : t + 1] for z in tokens]
-        found = family_oracle.evaluate(*one, use_qk_l2norm=True, initial_state=state[None], **zeros)
-        state = found["final_state"][0]
-        outputs.append(found["o"][0, 0].ravel())
+        o, (state,) = oracle.forward(*one, use_qk_l2norm=True, initial_state=state[None])
+        outputs.append(o[0, 0].ravel())
         states.append(state)
     return np.stack(outputs), [x[t + 1 : t + W] for t in range(len(qkv))], states
 

@@ -8,13 +8,16 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 import pytest
-from tolerances import GRADIENTS, STATES, assert_close, form_tolerance, head_axis
+from tolerances import GRADIENTS, STATES, STRENGTHS, assert_close, form_tolerance, head_axis
 
 from gdn_jax.checks import cases, oracle
-from gdn_jax.checks.check import value_and_gradients
+from gdn_jax.checks.check import rule, value_and_gradients
+
+__all__ = ["rule", "value_and_gradients"]
 
 IMPLEMENTATIONS = ("recurrent", "chunked")
 PRIMALS = ("q", "k", "v", "g", "beta", "initial_state")
+"""The first ones of `cases.Inputs.primals`."""
 
 Results = dict[str, np.ndarray | None]
 
@@ -27,18 +30,18 @@ def _compiled(implementation: str, options: tuple):
 def named(results: tuple) -> Results:
     """What a function of value_and_gradients returns, by name."""
     outputs, gradients = results
-    pairs = zip(STATES + GRADIENTS, (*outputs, *gradients), strict=True)
+    pairs = zip(STATES + GRADIENTS + STRENGTHS, (*outputs, *gradients), strict=False)
     return {name: None if y is None else np.asarray(y) for name, y in pairs}
 
 
 def evaluate(implementation: str, options: dict, x: cases.Inputs) -> Results:
-    """Outputs and gradients by name (o, final_state, dq, dk, dv, dg, dbeta, dh_0)."""
+    """Outputs and gradients by name: o, final_state, dq, dk, dv, dg, dbeta, dh_0; derase, dwrite where they count."""
     options = dict(options)
     if implementation == "recurrent":
         options.pop("chunk_size", None)  # has no effect: do not compile again for it
     call = _compiled(implementation, tuple(sorted(options.items())))
-    results = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
-    for primal, name in zip(x[:6], GRADIENTS, strict=True):
+    results = named(call(x.primals, (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
+    for primal, name in zip(x.primals, GRADIENTS + STRENGTHS, strict=False):
         assert primal is None or results[name].dtype == primal.dtype, (
             f"{name} has not the dtype of its primal"
         )
@@ -61,9 +64,8 @@ def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, form: 
     are told at once."""
     misses = []
     expected = truth(case.options, x)
-    assert expected.keys() == got.keys()
     for name, reference in expected.items():
-        y = got[name]
+        y = got.get(name)
         if reference is None or y is None:
             assert reference is None and y is None, f"{name}: {y}, expected {reference}"
             continue
@@ -115,11 +117,12 @@ QUICK = (
 """Cases of the table that quick tests run in one dtype: each program once that has something of its own."""
 
 
-def _shares_a_program(case: cases.Case) -> bool:
-    """Whether a case differs from the table's first one in values only: it needs no compilation then."""
-    plain = dict(name="", g="slow", beta="sigmoid", keys="unit", ill_conditioned=False)
-    same = dataclasses.replace(case, **plain) == dataclasses.replace(cases.TABLE[0], **plain)
-    return same and case.g is not None and case.beta is not None
+def _shares_a_program(case: cases.Case, first: cases.Case) -> bool:
+    """Whether a case differs from its table's first one in values only: it needs no compilation then."""
+    plain = dict(name="", g="slow", channel_g=None, beta="sigmoid", keys="unit", ill_conditioned=False)
+    same = dataclasses.replace(case, **plain) == dataclasses.replace(first, **plain)
+    of_one_kind = (case.channel_g is None) == (first.channel_g is None)
+    return same and of_one_kind and case.g is not None and case.beta is not None
 
 
 IN_ONE_DTYPE = (
@@ -166,8 +169,52 @@ def table(dtypes: tuple[str, ...]) -> list:
         for case in cases.TABLE:
             if dtype != dtypes[0] and case.name in IN_ONE_DTYPE:
                 continue
-            quick = _shares_a_program(case) or (case.name in QUICK and dtype == dtypes[0])
+            quick = _shares_a_program(case, cases.TABLE[0]) or (case.name in QUICK and dtype == dtypes[0])
             name = f"{dtype}-{case.name}"
             marks = () if quick else pytest.mark.crossed if name in CROSSED else pytest.mark.slow
             found.append(pytest.param(case, dtype, id=name, marks=marks))
+    return found
+
+
+CHANNELS = {case.name for case in cases.CHANNELS}
+VALUES_OF_CHANNELS = {case.name for case in cases.CHANNELS if _shares_a_program(case, cases.CHANNELS[0])}
+QUICK_CHANNELS = {*VALUES_OF_CHANNELS, "erase-and-write-a-channel", "erase-0", "write-0"}
+LONG_CHUNKS = {*QUICK_CHANNELS, "packed-vk-erase-a-channel", "K100-V60-chunk-128"}
+"""Cases in chunks as users have them. The others take a program of fewer levels, with more borders in their rows."""
+CROSSED_CHANNELS = {
+    "K64-chunk-16", "K256", "K60-V100-chunk-less-one", "K100-V60-chunk-128", "channels-groupings-that-do-not-nest",
+    "seven-tokens", "channels-packed",
+}  # fmt: skip
+"""Chunks, widths, lengths and groupings of which other cases have their like, or the table of gates of each head."""
+TIERS_OF_CHANNELS = {
+    ("chunked", "float32"): (QUICK_CHANNELS, CHANNELS - CROSSED_CHANNELS - {"K128-l2norm"}),
+    ("chunked", "bfloat16"): ((), {*QUICK_CHANNELS, "K128-l2norm"}),
+    ("recurrent", "float32"): (
+        ("channels-of-every-kind",),
+        {
+            *VALUES_OF_CHANNELS, "erase-2", "gate-of-a-head-erase-a-channel", "seven-tokens", "no-state-no-strengths",
+            "packed-vk-erase-a-channel", "channels-segments",
+        },
+    ),
+}  # fmt: skip
+"""Form and dtype -> names of quick cases and of slow ones. In bfloat16 these are all values of the gates, erase
+and write apart, and the L2 norm; of the definition, which has one step, all values, and every option once."""
+CHANNELS_IN_ONE_DTYPE = {
+    "channels-one-token", "seven-tokens", "K60-V100-chunk-less-one", "K100-V60-chunk-128", "K64-chunk-16",
+}  # fmt: skip
+"""Cases for lengths, sizes and chunks alone, on which no rounding and no conversion hangs."""
+
+
+def channels(form: str) -> list:
+    """pytest parameters (case, dtype) of the table with gates of each channel, and with erase and write apart."""
+    found = []
+    for (of, dtype), (quick, slow) in TIERS_OF_CHANNELS.items():
+        for case in cases.CHANNELS if of == form else ():
+            if dtype != "float32" and case.name in CHANNELS_IN_ONE_DTYPE:
+                continue
+            marks = pytest.mark.slow if case.name in slow else pytest.mark.crossed
+            marks = () if case.name in quick else marks
+            C = case.chunk_size if case.name in LONG_CHUNKS else 16
+            case = dataclasses.replace(case, chunk_size=C)
+            found.append(pytest.param(case, dtype, id=f"{dtype}-{case.name}", marks=marks))
     return found

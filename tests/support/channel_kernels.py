@@ -1,4 +1,4 @@
-"""Calls of the family's kernels on cases, for the tests on a CPU and on a GPU, and what they should leave."""
+"""Calls of the kernels for a decay of each channel, for tests on a CPU and on a GPU, and what they should leave."""
 
 from typing import Any
 
@@ -7,44 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 from device_arrays import put
 
-from gdn_jax.checks import family_cases, family_oracle
-from gdn_jax.checks.family_cases import FamilyCase, FamilyInputs
+from gdn_jax.checks import cases
 from gdn_jax.rule.call import Arrays, Call
 from gdn_jax.rule.kernels.channels import Channels
 
 
-def options(case: FamilyCase) -> dict[str, Any]:
-    """Options of `delta_rule` and the oracle."""
-    return {name: value for name, value in case.call.options.items() if name != "chunk_size"}
-
-
-def truth(case: FamilyCase, x: FamilyInputs) -> dict[str, Any]:
-    """The oracle's outputs and gradients by name."""
-    return family_oracle.evaluate(**x.arguments, **options(case), do=x.do, dh_T=x.dh_T)
-
-
-def arrays(x: FamilyInputs) -> tuple[Arrays, bool]:
-    """The arguments as the seam takes them, and whether erase stands for both strengths."""
-    is_beta = x.erase is None and x.write is None
-    given = [None if y is None else put(y) for y in x[:10]]
-    q, k, v, g, beta, erase, write, *rest = given
-    return Arrays(q, k, v, g, beta if is_beta else erase, None if is_beta else write, *rest), is_beta
-
-
-def call(case: FamilyCase, x: FamilyInputs, *, known: bool = False) -> tuple[Call, Arrays]:
+def call(case: cases.Case, x: cases.Inputs, *, known: bool = False) -> tuple[Call, Arrays]:
     """A call of the seam and its arguments; known: whether cu_seqlens is known while tracing."""
-    given, is_beta = arrays(x)
+    is_beta = x.erase is None and x.write is None
+    strengths = (x.beta, None) if is_beta else (x.erase, x.write)
+    arrays = x.q, x.k, x.v, x.g, *strengths, x.initial_state, x.cu_seqlens, x.segment_ids
     lengths = np.asarray(x.cu_seqlens, np.int64).tobytes() if known else None
-    scale = case.call.K**-0.5 if case.call.scale is None else case.call.scale
-    settings = case.call.use_qk_l2norm, case.call.state_layout, "channels" if is_beta else "apart"
+    scale = case.K**-0.5 if case.scale is None else case.scale
+    settings = case.use_qk_l2norm, case.state_layout, "channels" if is_beta else "apart"
+    given = Arrays._make(None if y is None else put(y) for y in arrays)
     return Call(*settings, kernels=Channels(), known_lengths=lengths, scale=scale), given
 
 
-def wide(name: str, gate: str = "mixed", **kw) -> FamilyCase:
+def wide(name: str, channel_g: str = "mixed", **options) -> cases.Case:
     """A case of the kernels' usual width."""
     sizes: dict[str, Any] = dict(B=1, K=128, V=128, heads=(1, 1, 2))
-    strengths = {key: kw.pop(key) for key in ("erase", "write") if key in kw}
-    return family_cases.FamilyCase(family_cases.Case(name, **(sizes | kw)), gate, **strengths)
+    return cases.Case(name, channel_g=channel_g, **(sizes | options))
 
 
 def products_of_a_chunk(q, k, e, g, beta, scale) -> dict[str, np.ndarray]:
@@ -69,7 +52,7 @@ def products_of_a_chunk(q, k, e, g, beta, scale) -> dict[str, np.ndarray]:
 
 def gates(recipe: str, seed: int, shape: tuple[int, ...]) -> np.ndarray:
     """Log decays of a recipe of the cases."""
-    return family_cases._gates(recipe, np.random.default_rng(seed), shape).astype(np.float32)
+    return cases.channel_decays(recipe, np.random.default_rng(seed), shape).astype(np.float32)
 
 
 def unit(rng: np.random.Generator, *shape: int) -> np.ndarray:

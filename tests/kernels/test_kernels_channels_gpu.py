@@ -3,16 +3,17 @@ gates, repeats, garbage next to the data."""
 
 import functools
 
-import family_kernels
+import channel_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_missed import TABLE, WIDE, check, parameters
+from channel_missed import TABLE, WIDE, check, parameters
+from harness import truth
 from tolerances import STATES, worst_ratio
 
 from gdn_jax import delta_rule, gated_delta_rule
-from gdn_jax.checks import family_cases
+from gdn_jax.checks import cases
 from gdn_jax.rule import seam
 from pallas_kernels.forward import channel_rule
 
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", parameters(TABLE, WIDE))
 def test_public_call(case, dtype):
-    x = family_cases.inputs(case, dtype)
+    x = cases.inputs(case, dtype)
     arguments = {name: jnp.asarray(y) for name, y in x.arguments.items()}
-    run = jax.jit(functools.partial(delta_rule, **family_kernels.options(case), implementation="mosaic_gpu"))
-    check(case, dtype, zip(STATES, run(**arguments), strict=True), family_kernels.truth(case, x))
+    run = jax.jit(functools.partial(delta_rule, **case.rule_options, implementation="mosaic_gpu"))
+    check(case, dtype, zip(STATES, run(**arguments), strict=True), truth(case.rule_options, x))
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -33,14 +34,14 @@ def test_public_call(case, dtype):
 @pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("case", parameters(WIDE[:2], [WIDE[5]]))
 def test_configurations(case, warpgroups, chunks, known, monkeypatch):
-    if known and case.call.lengths is None:
+    if known and case.lengths is None:
         pytest.skip("there are no lengths to know")
     config = channel_rule.Config(state_warpgroups=warpgroups, segment_chunks=chunks)
     monkeypatch.setattr(channel_rule, "forward", functools.partial(channel_rule.forward, config=config))
-    x = family_cases.inputs(case, "bfloat16")
-    call, given = family_kernels.call(case, x, known=known)
+    x = cases.inputs(case, "bfloat16")
+    call, given = channel_kernels.call(case, x, known=known)
     outputs = jax.jit(functools.partial(seam.rule, call))(given)
-    check(case, "bfloat16", zip(STATES, outputs, strict=True), family_kernels.truth(case, x))
+    check(case, "bfloat16", zip(STATES, outputs, strict=True), truth(case.rule_options, x))
 
 
 @functools.cache
@@ -52,16 +53,16 @@ def public():
 @pytest.mark.parametrize("gate", ["kinds", "mixed", "zero"])
 def test_no_gate_reaches_back(gate):
     """Bit for bit, at every position of a block of 16."""
-    q, k, v, g, beta = family_kernels.random_call(200, gate)
+    q, k, v, g, beta = channel_kernels.random_call(200, gate)
     o, _ = public()(q, k, v, g, beta)
     for t in (*range(64, 80), 0, 31, 127):
-        other = g.at[:, t + 1 :].set(family_kernels.gates("kinds", t, (1, 199 - t, 4, 128)))
-        assert family_kernels.same_bits(public()(q, k, v, other, beta)[0][:, : t + 1], o[:, : t + 1]), t
+        other = g.at[:, t + 1 :].set(channel_kernels.gates("kinds", t, (1, 199 - t, 4, 128)))
+        assert channel_kernels.same_bits(public()(q, k, v, other, beta)[0][:, : t + 1], o[:, : t + 1]), t
 
 
 @pytest.mark.parametrize("gate", ["kinds", "mixed"])
 def test_a_thousand_repeats_have_the_same_bits(gate):
-    arguments = family_kernels.random_call(4096, gate)
+    arguments = channel_kernels.random_call(4096, gate)
     first = public()(*arguments)
     different = jnp.zeros((), jnp.int32)
     count = jax.jit(lambda n, a, b: n + ((a[0] != b[0]).any() | (a[1] != b[1]).any()))
@@ -71,7 +72,7 @@ def test_a_thousand_repeats_have_the_same_bits(gate):
 
 
 def test_equal_channels_are_the_gated_delta_rule():
-    q, k, v, g, beta = family_kernels.random_call(1000, "mild")
+    q, k, v, g, beta = channel_kernels.random_call(1000, "mild")
     g = jnp.broadcast_to(g[..., :1], g.shape)
     for a, b in zip(public()(q, k, v, g, beta), gated_delta_rule(q, k, v, g[..., 0], beta), strict=True):
         assert worst_ratio(np.asarray(b, np.float64), np.asarray(a, np.float64), None) < 6e-3
@@ -79,7 +80,7 @@ def test_equal_channels_are_the_gated_delta_rule():
 
 def test_slow_channels_over_many_tokens():
     """Against the plain form in float32; whole sequences and segments agree too."""
-    q, k, v, g, beta = family_kernels.random_call(32768, "mixed", heads=1)
+    q, k, v, g, beta = channel_kernels.random_call(32768, "mixed", heads=1)
     wide_args = (y.astype(jnp.float32) for y in (q, k, v))
     expected = jax.jit(functools.partial(delta_rule, implementation="chunked"))(*wide_args, g, beta)
     for got, want in zip(public()(q, k, v, g, beta), expected, strict=True):
@@ -89,9 +90,9 @@ def test_slow_channels_over_many_tokens():
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_garbage_behind_the_last_sequence(garbage):
     """Tokens of the padding change nothing, whatever they hold."""
-    q, k, v, g, beta = family_kernels.random_call(300, "mixed")
+    q, k, v, g, beta = channel_kernels.random_call(300, "mixed")
     cu = jnp.asarray([0, 5, 130, 261])
     clean = public()(q, k, v, g, beta, cu_seqlens=cu)
     q, k, v, beta = (y.at[:, 261:].set(garbage) for y in (q, k, v, beta))
     got = public()(q, k, v, g.at[:, 261:].set(-np.inf), beta, cu_seqlens=cu)
-    assert family_kernels.same_bits(clean, got)
+    assert channel_kernels.same_bits(clean, got)

@@ -3,19 +3,19 @@ derivative over them."""
 
 import functools
 
-import family_kernels
+import channel_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from channel_kernels import wide
 from device_arrays import put
-from family_kernels import wide
-from harness import tiers
+from harness import tiers, truth
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import STATES, bound, worst_ratio
 
 from gdn_jax import delta_rule
-from gdn_jax.checks import family_cases
+from gdn_jax.checks import cases
 from gdn_jax.rule import plain, seam
 from pallas_kernels.chunks.pairs import Config, Pairs, channel_pairs
 from pallas_kernels.device import launch
@@ -29,8 +29,8 @@ SMALL = Config(1, ctas=1)
 def pairs_of(g, T, *, K=64, HO=1, erases=False, normalize=False, seed=0):
     """`channel_pairs` of one row with random keys of one head, and those keys, erase keys and strengths."""
     rng = np.random.default_rng(seed)
-    q, k = (family_kernels.unit(rng, 1, T, 1, K) for _ in range(2))
-    e = k * family_kernels.unit(rng, 1, T, HO, K) * K**0.5 if erases else None
+    q, k = (channel_kernels.unit(rng, 1, T, 1, K) for _ in range(2))
+    e = k * channel_kernels.unit(rng, 1, T, HO, K) * K**0.5 if erases else None
     beta = rng.uniform(0, 1, (1, HO, -(-T // 64) * 64)).astype(np.float32)
     beta[..., T:] = 0
     stretch = 4 if normalize else 1
@@ -54,7 +54,7 @@ def pairs_of(g, T, *, K=64, HO=1, erases=False, normalize=False, seed=0):
 )
 def test_pairs(gate, options):
     T, K, HO = options["T"], options.get("K", 64), options.get("HO", 1)
-    g = family_kernels.gates(gate, 1, (1, T, HO, K))
+    g = channel_kernels.gates(gate, 1, (1, T, HO, K))
     pairs, q, k, e, beta = pairs_of(g, **options)
     for chunk in range(-(-T // 64)):
         for head in range(HO):
@@ -63,7 +63,7 @@ def test_pairs(gate, options):
             of_e = head if options.get("erases") else 0
             rows = (x[0, tokens, h].astype(np.float64) for x, h in ((q, 0), (k, 0), (e, of_e), (g, head)))
             rows = (np.pad(x, ((0, 64 - len(x)), (0, 0))) for x in rows)
-            expected = family_kernels.products_of_a_chunk(*rows, beta[0, head, tokens], 0.1)
+            expected = channel_kernels.products_of_a_chunk(*rows, beta[0, head, tokens], 0.1)
             for name, want in expected.items():
                 got = np.asarray(getattr(pairs, name)[chunk, head], np.float64)
                 assert worst_ratio(want, got, None) < (1e-5 if name == "gl" else 3e-3), name
@@ -75,18 +75,18 @@ def test_no_gate_reaches_back():
     a chunk of its own."""
     last = (0, 7, 15, 31, 44)
     T = 64 * len(last)
-    g = family_kernels.gates("kinds", 1, (1, T, 1, 64))
+    g = channel_kernels.gates("kinds", 1, (1, T, 1, 64))
     other = g.copy()
     for chunk, t in enumerate(last):
-        behind = family_kernels.gates("kinds", 2 + t, (1, 63 - t, 1, 64))
+        behind = channel_kernels.gates("kinds", 2 + t, (1, 63 - t, 1, 64))
         other[:, 64 * chunk + t + 1 : 64 * (chunk + 1)] = behind
     (first, *_), (second, *_) = pairs_of(g, T), pairs_of(other, T)
     for chunk, t in enumerate(last):
         one, two = (jax.tree.map(lambda y, chunk=chunk: y[chunk], x) for x in (first, second))
         for name in ("t", "p", "kg", "qg"):
             a, b = (getattr(x, name)[:, : t + 1] for x in (one, two))
-            assert family_kernels.same_bits(a, b), (t, name)
-        assert not family_kernels.same_bits(one, two)
+            assert channel_kernels.same_bits(a, b), (t, name)
+        assert not channel_kernels.same_bits(one, two)
 
 
 FORWARD = {
@@ -127,9 +127,9 @@ def test_forward(name, monkeypatch):
         channel_rule.forward, config=channel_rule.Config(pairs=SMALL, **config), interpret=INTERPRET
     )
     monkeypatch.setattr(channel_rule, "forward", run)
-    x = family_cases.inputs(case, "bfloat16")
-    call, given = family_kernels.call(case, x)
-    outputs, expected = call.kernels.forward(call, given)[:2], family_kernels.truth(case, x)
+    x = cases.inputs(case, "bfloat16")
+    call, given = channel_kernels.call(case, x)
+    outputs, expected = call.kernels.forward(call, given)[:2], truth(case.rule_options, x)
     for key, got in zip(STATES, outputs, strict=True):
         assert worst_ratio(expected[key], np.asarray(got, np.float64), None) < bound(key, "bfloat16"), key
 
@@ -139,8 +139,8 @@ def test_forward(name, monkeypatch):
 def test_the_derivative_is_that_of_the_plain_form(erase, monkeypatch):
     """Where those of the backward cannot run, whatever the forward's leave; beta, and strengths apart."""
     case = wide("channel-derivative", T=6, K=8, V=8, erase=erase, write=erase)
-    x = family_cases.inputs(case)
-    call, given = family_kernels.call(case, x)
+    x = cases.inputs(case)
+    call, given = channel_kernels.call(case, x)
     shapes = jax.eval_shape(lambda x: plain.rule(call, x, 1.0), given)
     nothing = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
     monkeypatch.setattr(seam, "_forward", lambda call: lambda call, x: nothing)
@@ -214,5 +214,5 @@ def test_refusals(change, reason, monkeypatch):
 
 def test_results_have_the_names_of_the_reference():
     g = np.zeros((64, 8))
-    one = family_kernels.products_of_a_chunk(g, g, g, g, np.ones(64), 1.0)
+    one = channel_kernels.products_of_a_chunk(g, g, g, g, np.ones(64), 1.0)
     assert set(one) == set(Pairs._fields)

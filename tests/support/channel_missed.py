@@ -1,17 +1,17 @@
-"""The cases of the family's kernels on a GPU, the bounds that they miss there, and the comparison that knows them."""
+"""The cases of the kernels for a decay of each channel on a GPU, the bounds that they miss there, and the comparison
+that knows them."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from family_kernels import wide
+from channel_kernels import wide
 from tolerances import bound, head_axis, worst_ratio
 
-from gdn_jax.checks import family_cases
-from gdn_jax.checks.family_cases import FamilyCase
+from gdn_jax.checks import cases
 
-TABLE = [case for case in family_cases.TABLE if case.call.chunk_size == 64 and case.call.K <= 128]
+TABLE = [case for case in cases.CHANNELS if case.chunk_size == 64 and case.K <= 128]
 WIDE = (
     wide("wide-kinds", "kinds", T=2048),
     wide("wide-mixed", "mixed", T=2000, heads=(2, 1, 4)),
@@ -66,15 +66,14 @@ def parameters(*tuples):
     return [pytest.param(case, id=case.name) for some in tuples for case in some]
 
 
-def check(case: FamilyCase, dtype: str, found: Iterable[tuple[str, Any]], expected: dict[str, Any]) -> None:
+def check(case: cases.Case, dtype: str, found: Iterable[tuple[str, Any]], expected: dict[str, Any]) -> None:
     """Results by name against the oracle, over the tensor and per head; all misses are told at once."""
     wrong = []
     for name, got in found:
         got = np.asarray(got, np.float64)
         error = worst_ratio(expected[name], got, head_axis(name))
         measured = MISSED.get((case.name, dtype, name))
-        kind = "dbeta" if name in ("derase", "dwrite") else name
-        allowed = bound(kind, dtype) * (4 if case.name in UNMEASURED else 1)
+        allowed = bound(name, dtype) * (4 if case.name in UNMEASURED else 1)
         allowed = allowed if measured is None else CEILING * measured
         if not (np.isfinite(got).all() and error <= allowed):
             wrong.append(f"({case.name!r}, {dtype!r}, {name!r}): {error:.3e}, allowed {allowed:.2e}")
