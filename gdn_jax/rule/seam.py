@@ -17,7 +17,15 @@ from gdn_jax import gates
 from gdn_jax.partitioning import on_shards
 from gdn_jax.rule import plain
 from gdn_jax.rule.call import Arrays, Call, RuleAxes
-from gdn_jax.rule.kernels.kernel_set import OUTPUT_NAME, RESIDUAL_NAMES, OutputCotangents, Residuals
+from gdn_jax.rule.kernels.kernel_set import (
+    OUTPUT_NAME,
+    RESIDUAL_NAMES,
+    OutputCotangents,
+    Residuals,
+    axes_by_row,
+    by_row,
+    whole,
+)
 from gdn_jax.shapes import AnyStates, Outputs, Scale
 
 __all__ = ["RESIDUAL_NAMES", "program", "rule", "scaled"]
@@ -59,15 +67,15 @@ def _forward_on_shards(call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Resid
     static = kernels.settled(call._replace(shards=None), axes.shard(x, call.shards))
 
     def results(shapes):
-        return *axes.outputs, kernels.axes(axes, shapes[2])
+        return *axes.outputs, axes_by_row(kernels, axes, shapes[2])
 
-    o, final, arrays = on_shards(_forward_on_shard, static, (x,), (axes.inputs,), results, axes.sizes)
-    return o, final, kernels.unpack(static, arrays)
+    o, final, residuals = on_shards(_forward_on_shard, static, (x,), (axes.inputs,), results, axes.sizes)
+    return o, final, whole(residuals)
 
 
-def _forward_on_shard(call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Any]:
+def _forward_on_shard(call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
     o, final, residuals = call.kernels.forward(call, x)
-    return o, final, call.kernels.pack(residuals)
+    return o, final, by_row(call.kernels, x, residuals)
 
 
 def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -109,15 +117,15 @@ def _backward(call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCot
     kernels = call.kernels
     if call.shards is None:
         return kernels.backward(call, x, residuals, cotangents)
-    axes, arrays = RuleAxes.of(x), kernels.pack(residuals)
-    static = kernels.settled_by(call._replace(shards=None), residuals)
-    operands = axes.inputs, kernels.axes(axes, arrays), rule.OutputCotangents._make(axes.outputs)
-    args, results = (x, arrays, cotangents), axes.inputs._replace(cu_seqlens=None, segment_ids=None)
+    axes, residuals = RuleAxes.of(x), by_row(kernels, x, residuals)
+    static = call._replace(shards=None)
+    operands = axes.inputs, axes_by_row(kernels, axes, residuals), rule.OutputCotangents._make(axes.outputs)
+    args, results = (x, residuals, cotangents), axes.inputs._replace(cu_seqlens=None, segment_ids=None)
     return on_shards(_backward_on_shard, static, args, operands, lambda _: results, axes.sizes)
 
 
-def _backward_on_shard(call: Call, x: Arrays, arrays: Any, cotangents: OutputCotangents) -> Arrays:
-    return _backward(call, x, call.kernels.unpack(call, arrays), cotangents)
+def _backward_on_shard(call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCotangents) -> Arrays:
+    return _backward(call, x, whole(residuals), cotangents)
 
 
 def _plain_gradients(call: Call, x: Arrays, cotangents: Any) -> Arrays:

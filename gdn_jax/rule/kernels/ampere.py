@@ -64,25 +64,12 @@ class Ampere:
 
         return call._replace(segment_chunks=rule.chosen_segment(call.known(x).of_heads))
 
-    def settled_by(self, call: Call, residuals: Residuals) -> Call:
-        """See `KernelSet`."""
-        del residuals
-        return call
-
-    def pack(self, residuals: Residuals) -> Residuals:
-        """See `KernelSet`."""
-        return residuals
-
-    def unpack(self, call: Call, arrays: Residuals) -> Residuals:
-        """See `KernelSet`."""
-        del call
-        return arrays
-
-    def axes(self, axes: RuleAxes, arrays: Residuals) -> Residuals:
+    def axes(self, axes: RuleAxes, residuals: Residuals) -> Residuals:
         """See `KernelSet`. The chunks of each row lie along an axis of their own."""
         squares = axes.inputs.initial_state.replace("h", ". h")
         vectors = squares.removesuffix(" .")
-        return arrays._make((vectors, vectors, *[squares] * 4))
+        names = residuals._make((vectors, vectors, *[squares] * 4))
+        return names if residuals.m is not None else names._replace(starts=None, m=None)
 
     def named(self, residuals: Residuals) -> Residuals:
         """See `KernelSet`."""

@@ -1,7 +1,6 @@
 """The kernels by wgmma for a decay of each key channel, or for erase and write apart: "mosaic_gpu" too."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,9 @@ from gdn_jax.rule.kernels.kernel_set import (
     Residuals,
     as_gates,
     as_inverse,
-    as_states,
+    axes_of_segments,
+    named_segments,
+    of_items,
 )
 from gdn_jax.shapes import AnyStates, Dims, Outputs, rule_dims
 
@@ -71,35 +72,16 @@ class Channels(InSegments):
         d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
         return Arrays._make((*pull_back(tuple(d)), None, None))
 
-    def pack(self, residuals: Residuals) -> Residuals:
-        """See `KernelSet`. An axis of rows comes before the visits and the segments of each."""
-        rows = residuals.beta_t.shape[0]
-        return _reshaped(residuals, lambda y: y.reshape(rows, -1, *y.shape[1:]))
-
-    def unpack(self, call: Call, arrays: Residuals) -> Residuals:
-        """See `KernelSet`. The number of items is that of this shard."""
-        del call
-        residuals = _reshaped(arrays, lambda y: y.reshape(-1, *y.shape[2:]))
-        if (cut := residuals.segments) is None:
-            return residuals
-        split = cut.items.split._replace(num_items=cut.starts.shape[0])
-        return residuals._replace(segments=cut._replace(items=cut.items._replace(split=split)))
-
-    def axes(self, axes: RuleAxes, arrays: Residuals) -> Residuals:
+    def axes(self, axes: RuleAxes, residuals: Residuals) -> Residuals:
         """See `KernelSet`."""
-        matrices = axes.inputs.initial_state
-        names = {5: matrices.replace("h", ". h"), 1: "."}
-        names |= {4: names[5].removesuffix(" ."), 3: matrices.removesuffix(" .")}
-        return jax.tree.map(lambda y: names[y.ndim], arrays)
+        gates, segments = axes.inputs.initial_state.removesuffix(" ."), axes_of_segments(residuals.segments)
+        return residuals._replace(pairs=of_items(residuals.pairs), beta_t=gates, segments=segments)
 
     def named(self, residuals: Residuals) -> Residuals:
         """See `KernelSet`."""
-        cut, t = residuals.segments, residuals.pairs.t
-        pairs, beta_t, _ = jax.tree.map(as_gates, residuals._replace(segments=None))
-        if cut is not None:
-            starts, m_t = jax.tree.map(as_states, cut[:2])
-            cut = cut._replace(starts=starts, m_t=m_t)
-        return residuals._replace(pairs=pairs._replace(t=as_inverse(t)), beta_t=beta_t, segments=cut)
+        pairs, beta_t, segments = residuals
+        t, rest = as_inverse(pairs.t), jax.tree.map(as_gates, pairs._replace(t=None))
+        return residuals._make((rest._replace(t=t), as_gates(beta_t), named_segments(segments)))
 
 
 def prepared(call: Call, x: Arrays) -> tuple[Any, Dims]:
@@ -126,11 +108,3 @@ def _times(strength: jax.Array | None, y: jax.Array, HO: int) -> jax.Array:
         return y
     strength = strength if strength.ndim == 4 else strength[..., None]
     return (strength.astype(jnp.float32) * y.astype(jnp.float32)).astype(y.dtype)
-
-
-def _reshaped(residuals: Residuals, shape: Callable[[jax.Array], jax.Array]) -> Residuals:
-    pairs, segments = jax.tree.map(shape, residuals.pairs), residuals.segments
-    if segments is not None:
-        starts, m_t = jax.tree.map(shape, segments[:2])
-        segments = segments._replace(starts=starts, m_t=m_t)
-    return residuals._replace(pairs=pairs, segments=segments)

@@ -1,5 +1,6 @@
-"""The protocol that sets of kernels share, and names for what a forward leaves."""
+"""The protocol that sets of kernels share, and what a forward leaves: its names, and how shards hand it on."""
 
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -19,13 +20,13 @@ RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME, GATES_NAME, OUTPUT_NAME)
 forward kernel again in the backward pass. The output is among them for what follows the rule."""
 
 
+ITEMS = "items"
+"""Name of a dimension of residuals, see `KernelSet.axes`."""
+
+
 @runtime_checkable
 class KernelSet(Protocol):
-    """Kernels of the rule's forward and backward.
-
-    `pack` and `unpack` are for shards: a part of a record of residuals is a record only together with what the call
-    says, and with `settled` all shards leave the same kind of record.
-    """
+    """Kernels of the rule's forward and backward."""
 
     @property
     def name(self) -> str:
@@ -78,20 +79,12 @@ class KernelSet(Protocol):
         """
         ...
 
-    def settled_by(self, call: Call, residuals: Residuals) -> Call:
-        """The same, as a forward decided that left these."""
-        ...
+    def axes(self, axes: RuleAxes, residuals: Residuals) -> Residuals:
+        """Names of the dimensions of residuals, see `on_shards`, in the places of the arrays.
 
-    def pack(self, residuals: Residuals) -> Any:
-        """The arrays of residuals."""
-        ...
-
-    def unpack(self, call: Call, arrays: Any) -> Residuals:
-        """The residuals again, of a call that is settled."""
-        ...
-
-    def axes(self, axes: RuleAxes, arrays: Any) -> Any:
-        """Names of the dimensions of those arrays, see `on_shards`. Packed sequences of equal lengths are rows."""
+        `ITEMS` is a dimension of the items or visits of all rows, row after row. Packed sequences of equal lengths
+        are rows.
+        """
         ...
 
     def named(self, residuals: Residuals) -> Residuals:
@@ -100,16 +93,76 @@ class KernelSet(Protocol):
 
 
 class InSegments:
-    """Methods of sets of kernels that cut sequences into segments, whose states and maps the residuals hold."""
+    """A method of sets of kernels that cut sequences into segments, whose states and maps the residuals hold."""
 
     def settled(self: Any, call: Call, x: Arrays) -> Call:
         """See `KernelSet`. What is kept of segments has a shape: all shards are cut as is best for those expected."""
-        return self.settled_by(call, jax.eval_shape(lambda x: self.forward(call, x)[2], x))
-
-    def settled_by(self, call: Call, residuals: Residuals) -> Call:
-        """See `KernelSet`."""
-        segments = residuals.segments
+        segments = jax.eval_shape(lambda x: self.forward(call, x)[2], x).segments
         return call._replace(segment_chunks=0 if segments is None else segments.items.split.segment_chunks)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByRow:
+    """An array of residuals whose items have an axis for each row, so that rows can be split; or names of its
+    dimensions."""
+
+    array: Any
+
+
+def by_row(kernels: KernelSet, x: Arrays, residuals: Residuals) -> Residuals:
+    """The residuals of a call with `ByRow` in the places of arrays that have items."""
+
+    def one(y: jax.Array, names: str) -> Any:
+        return ByRow(y.reshape(x.k.shape[0], -1, *y.shape[1:])) if ITEMS in names else y
+
+    return jax.tree.map(one, residuals, kernels.axes(RuleAxes.of(x), residuals))
+
+
+def axes_by_row(kernels: KernelSet, axes: RuleAxes, residuals: Residuals) -> Residuals:
+    """Names of the dimensions of residuals that came from `by_row`."""
+    rows = axes.inputs.initial_state.split()[0]
+
+    def one(y: Any, names: str) -> Any:
+        return ByRow(names.replace(ITEMS, f"{rows} .")) if isinstance(y, ByRow) else names
+
+    names = kernels.axes(axes, jax.eval_shape(whole, residuals))
+    return jax.tree.map(one, residuals, names, is_leaf=lambda y: isinstance(y, ByRow))
+
+
+def whole(residuals: Residuals) -> Residuals:
+    """The residuals that `by_row` was given, or those of a shard, which have the number of its items."""
+    from pallas_kernels.work.residuals import Segments
+
+    def counted(y: Any) -> Any:
+        if not isinstance(y, Segments):
+            return y
+        split = y.items.split._replace(num_items=y.starts.shape[0])
+        return y._replace(items=y.items._replace(split=split))
+
+    def joined(y: Any) -> Any:
+        return y.array.reshape(-1, *y.array.shape[2:]) if isinstance(y, ByRow) else y
+
+    residuals = jax.tree.map(joined, residuals, is_leaf=lambda y: isinstance(y, ByRow))
+    return jax.tree.map(counted, residuals, is_leaf=lambda y: isinstance(y, Segments))
+
+
+def of_items(tree: Any) -> Any:
+    """Names of the dimensions [items, heads, ..] of every array."""
+    return jax.tree.map(lambda y: f"{ITEMS} h" + " ." * (y.ndim - 2), tree)
+
+
+def axes_of_segments(segments: Any) -> Any:
+    """The same of a `pallas_kernels.work.residuals.Segments` or None; its tables are the same for all heads."""
+    if segments is None:
+        return None
+    starts, m_t, items = segments
+    return segments._make((of_items(starts), of_items(m_t), jax.tree.map(lambda _: ".", items)))
+
+
+def named_segments(segments: Any) -> Any:
+    """A `pallas_kernels.work.residuals.Segments` or None, by the names of `RESIDUAL_NAMES`."""
+    return segments and segments._make((*jax.tree.map(as_states, segments[:2]), segments.items))
 
 
 def of_heads(cotangents: Any) -> Arrays:
