@@ -14,7 +14,7 @@ Arrays:
 
     q k v   queries [B, T, Hq, K], keys [B, T, Hk, K], values [B, T, HV, V]
     g       log decay, natural logarithm, <= 0 [B, T, HO]; decay is exp(g), "linear alpha" elsewhere
-    beta    write strength [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues
+    beta    write strength [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; erase and write in its place
     h       recurrent state [N, HO, K, V] ("kv") or [N, HO, V, K] ("vk")
     o       outputs [B, T, HO, V]
     g_cum   inclusive cumulative log decay inside a chunk
@@ -53,6 +53,10 @@ Keys = Float[Array, "B T Hk K"]
 Values = Float[Array, "B T HV V"]
 LogDecay = Float[Array, "B T HO"]
 Strength = Float[Array, "B T HO"]
+AnyLogDecay = LogDecay | Float[Array, "B T HO K"]
+"""Log decay of each head, or of each channel."""
+Erase = Strength | Float[Array, "B T HO K"]
+Write = Strength | Float[Array, "B T HO V"]
 States = Float[Array, "N HO K V"]
 AnyStates = Float[Array, "N HO _ _"]
 """States in either layout."""

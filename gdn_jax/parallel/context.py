@@ -6,7 +6,7 @@ grow with the length. In the backward pass the cotangent of the state travels th
 every device then differentiates its own tokens alone.
 
 What a device's tokens do to a state is a matrix [K, K] for every kind of gates, and so is all that is handed over.
-One device's part has forms with the same methods: `context_plain.Plain` and `context_kernels.Kernels`.
+One device's part is the implementation's, a `rule.state_passing.StatePassing`.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from gdn_jax.parallel import exchange
 from gdn_jax.parallel.borders import Borders, last_states, local_offsets, reset_across
-from gdn_jax.parallel.context_kernels import Kernels
-from gdn_jax.parallel.context_plain import Plain
-from gdn_jax.parallel.prefix import Affine, entering
+from gdn_jax.parallel.prefix import entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule.arguments import strengths
 from gdn_jax.rule.call import HEADS, Arrays, Call, gates_of
 from gdn_jax.rule.implementations import TABLE, Implementation
 from gdn_jax.rule.ops import check_call
 from gdn_jax.rule.ops import delta_rule as delta_rule_of_rows
+from gdn_jax.rule.state_passing import Affine, StatePassing
 from gdn_jax.shapes import (
+    AnyLogDecay,
     AnyStates,
     ArgumentError,
     Dims,
+    Erase,
     Keys,
     KnownOffsets,
     LogDecay,
@@ -42,6 +42,7 @@ from gdn_jax.shapes import (
     SegmentIds,
     Strength,
     Values,
+    Write,
     accumulation_dtype,
     widened,
 )
@@ -92,10 +93,10 @@ def delta_rule(
     q: Queries,
     k: Keys,
     v: Values,
-    g: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
+    g: AnyLogDecay | None = None,
     beta: Strength | None = None,
-    erase: Float[Array, "B T HO"] | Float[Array, "B T HO K"] | None = None,
-    write: Float[Array, "B T HO"] | Float[Array, "B T HO V"] | None = None,
+    erase: Erase | None = None,
+    write: Write | None = None,
     *,
     axis_name: str,
     scale: Scale | None = None,
@@ -140,14 +141,15 @@ def _split(
         by = "heads" if exchange.pays(dims, x.q.dtype.itemsize, devices, gates) else "states"
     if by not in ("states", "heads"):
         raise ArgumentError("by", "'states' or 'heads'", repr(by))
-    lies: dict[str, Any] = dict(axis_name=axis_name, scale=scale, state_layout=call.state_layout)
+    how: dict[str, Any] = dict(axis_name=axis_name, scale=scale, state_layout=call.state_layout)
     if by == "heads":
         if reason := exchange.reason_against(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
         options = dict(use_qk_l2norm=call.use_qk_l2norm, chunk_size=call.chunk_size)
         rule = partial(_of_gates, call.is_beta)
-        return exchange.rule_by_heads(rule, x, dims, **lies, **options, implementation=chosen.name)
-    return by_states(_form(call, chosen, implementation), x, dims, **lies)
+        return exchange.rule_by_heads(rule, x, dims, **how, **options, implementation=chosen.name)
+    passing = _passing(call, x, dims, chosen, implementation)
+    return by_states(lambda scale: passing(call._replace(scale=scale)), x, dims, **how)
 
 
 def _of_gates(is_beta: bool, q, k, v, g, erase, write, **options: Any) -> tuple[Outputs, AnyStates]:
@@ -156,26 +158,27 @@ def _of_gates(is_beta: bool, q, k, v, g, erase, write, **options: Any) -> tuple[
     return delta_rule_of_rows(q, k, v, g, **strengths, **options)
 
 
-def _form(call: Call, chosen: Implementation, asked: str | None) -> Callable[..., Plain | Kernels]:
-    """Finds the form of one device's part, which is made for a scale.
+def _passing(
+    call: Call, x: Arrays, dims: Dims, chosen: Implementation, asked: str | None
+) -> Callable[[Call], Any]:
+    """The state passing of the chosen implementation, or of the first one that has it and runs the call.
 
     Raises:
       NotImplementedError: the implementation that was asked for hands over no states.
     """
-    if chosen.hands_over_states and chosen.by_kernels:
-        return partial(Kernels, use_qk_l2norm=call.use_qk_l2norm)
-    if not chosen.hands_over_states and asked is not None:
-        names = [one.name for one in TABLE if call.gates in one.gates and one.hands_over_states]
+    able = [one for one in TABLE if call.gates in one.gates and one.state_passing(call) is not None]
+    if chosen in able:
+        return chosen.state_passing
+    if asked is not None:
         raise NotImplementedError(
-            f"implementation {asked!r}: states are handed over by {', '.join(map(repr, names))}; by='heads' runs the "
-            "others"
+            f"implementation {asked!r}: states are handed over by {', '.join(repr(one.name) for one in able)}; "
+            "by='heads' runs the others"
         )
-    form = chosen.name if chosen.hands_over_states else "chunked"
-    return partial(Plain, call=call._replace(state_layout="kv", form=form))
+    return next(one for one in able if one.reason(call, x, dims) is None).state_passing
 
 
 def by_states(
-    make_form: Callable[..., Any],
+    make_part: Callable[[float], StatePassing],
     x: Arrays,
     dims: Dims,
     *,
@@ -186,7 +189,7 @@ def by_states(
     """A rule whose tokens are split, by handing over states: see `gated_delta_rule`.
 
     Args:
-      make_form: makes the form of one device's part for a scale.
+      make_part: makes one device's part for a scale.
       x: the arrays, as the caller gave them.
       dims: of x.
       axis_name, scale, state_layout: as for `context.gated_delta_rule`.
@@ -210,7 +213,7 @@ def by_states(
         borders = Borders.of_packed(cu_seqlens, dims.T, axis_name)
     starts = jnp.zeros((dims.N, dims.HO, dims.K, dims.V), dtype) if h_0 is None else h_0.astype(dtype)
     x, borders = vary_alike((x._replace(initial_state=starts), borders))
-    o, final = _rule(axis_name, make_form(number), x, borders)
+    o, final = _rule(axis_name, make_part(number), x, borders)
     final = last_states(final, h_0, cu_seqlens, dims.T, axis_name)
     if factor is not None:
         o = (factor * o).astype(o.dtype)
@@ -218,33 +221,33 @@ def by_states(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rule(axis_name: str, form: Plain | Kernels, x: Arrays, borders: Borders) -> tuple[jax.Array, jax.Array]:
+def _rule(axis_name: str, part: Any, x: Arrays, borders: Borders) -> tuple[jax.Array, jax.Array]:
     """o and the final states of this device's tokens. x.initial_state holds the states that start on this device."""
-    return _rule_fwd(axis_name, form, x, borders)[0]
+    return _rule_fwd(axis_name, part, x, borders)[0]
 
 
-def _rule_fwd(axis_name: str, form: Plain | Kernels, x: Arrays, borders: Borders):
+def _rule_fwd(axis_name: str, part: StatePassing, x: Arrays, borders: Borders):
     nothing = jnp.zeros_like(borders.pick(x.initial_state, borders.first))
     begins = borders.put(x.initial_state, borders.first, nothing, borders.enters)
-    own, rest = form.forward(x, begins, borders)
+    own, rest = part.forward(x, begins, borders)
     own = Affine(jnp.where(borders.leaves, own.e, 0), jnp.where(borders.passes, own.m, 0))
     start = borders.put(x.initial_state, borders.first, entering(own, axis_name), borders.enters)
     outputs, saved = rest(start)
     return outputs, (saved, own.m, borders)
 
 
-def _rule_bwd(axis_name: str, form: Plain | Kernels, kept, cotangents):
+def _rule_bwd(axis_name: str, part: StatePassing, kept, cotangents):
     saved, m, borders = kept
     do, dfinal = cotangents
     nothing = jnp.zeros_like(borders.pick(dfinal, borders.last))
     ends = borders.put(dfinal, borders.last, nothing, borders.leaves)
-    de, rest = form.backward(saved, borders, do, ends)
+    de, rest = part.backward(saved, borders, do, ends)
     own = Affine(jnp.where(borders.enters, de, 0), m)
-    behind = entering(own, axis_name, backwards=True)
+    entered = entering(own, axis_name, backwards=True)
     # The next sum over the devices waits for all gradients: a sum that begins before the last kernel holds
     # multiprocessors while it waits for the other devices, whose own kernel leaves none for it.
     *gradients, dstart = lax.optimization_barrier(
-        rest(borders.put(dfinal, borders.last, behind, borders.leaves))
+        rest(borders.put(dfinal, borders.last, entered, borders.leaves))
     )
     dinitial = borders.put(dstart, borders.first, nothing, borders.enters)
     return Arrays._make((*gradients, dinitial, None, None)), None

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context_conv
-from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.parts.conv import causal_conv1d, last_inputs
 from gdn_jax.parts.kernels import usable
@@ -170,12 +170,12 @@ def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementati
     ):
         return None
     how = (heads // parts, width, normalize, sizes[CONTEXT] > 1)
-    return _kernel_over_tokens(Lies(rows, HEAD), how, tuple(xs), tuple(weights), ids)
+    return _kernel_over_tokens(ShardAxes(rows, HEAD), how, tuple(xs), tuple(weights), ids)
 
 
 # Compiled by themselves, so that the layers of a model share what is traced and lowered of one.
 @partial(jax.jit, static_argnums=(0, 1))
-def _kernel_over_tokens(lies: Lies, how: tuple[int, int, bool, bool], xs, weights, ids):
+def _kernel_over_tokens(axes: ShardAxes, how: tuple[int, int, bool, bool], xs, weights, ids):
     heads, width, normalize, over_tokens = how
     options = dict(heads=heads, width=width, normalize=normalize)
 
@@ -186,8 +186,8 @@ def _kernel_over_tokens(lies: Lies, how: tuple[int, int, bool, bool], xs, weight
             return context_conv.short_conv_by_kernels(x, weight, ids, axis_name=CONTEXT, **options)
         return short_conv(x, weight, segment_ids=ids, implementation="mosaic_gpu", **options)[:3]
 
-    specs = (lies.tokens,) * 3, (PartitionSpec(HEAD),) * 3, PartitionSpec(lies.rows, CONTEXT)
-    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens,) * 3)(xs, weights, ids)
+    specs = (axes.tokens,) * 3, (PartitionSpec(HEAD),) * 3, PartitionSpec(axes.rows, CONTEXT)
+    return jax.shard_map(local, in_specs=specs, out_specs=(axes.tokens,) * 3)(xs, weights, ids)
 
 
 def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
@@ -197,15 +197,15 @@ def _filtered(sizes, x, weight, bias, **arrays) -> tuple[jax.Array, jax.Array]:
     check_tokens(x.shape[1], sizes)
     arrays = {name: arrays.get(name) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     rows = None if arrays["cu_seqlens"] is not None else dividing(sizes, DATA, x.shape[0])
-    lies = Lies(rows, dividing(sizes, HEAD, x.shape[2]))
-    return _conv_over_tokens(lies, x, weight, bias, arrays)
+    axes = ShardAxes(rows, dividing(sizes, HEAD, x.shape[2]))
+    return _conv_over_tokens(axes, x, weight, bias, arrays)
 
 
 @partial(jax.jit, static_argnums=0)
-def _conv_over_tokens(lies: Lies, x, weight, bias, arrays):
+def _conv_over_tokens(axes: ShardAxes, x, weight, bias, arrays):
     def local(x, weight, bias, arrays):
         return context_conv.causal_conv1d(x, weight, bias, axis_name=CONTEXT, **arrays)
 
-    channels = PartitionSpec(lies.heads)
-    specs = (lies.tokens, channels, channels, lies.named(arrays))
-    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(x, weight, bias, arrays)
+    channels = PartitionSpec(axes.heads)
+    specs = (axes.tokens, channels, channels, axes.named(arrays))
+    return jax.shard_map(local, in_specs=specs, out_specs=(axes.tokens, axes.states))(x, weight, bias, arrays)

@@ -122,8 +122,8 @@ def check_tokens(T: int, sizes: dict[str, int]) -> None:
         )
 
 
-class Lies(NamedTuple):
-    """The mesh axes beside context that arrays are split over; None where rows or heads are not split."""
+class ShardAxes(NamedTuple):
+    """The mesh axes next to context that arrays are split over; None where rows or heads are not split."""
 
     rows: str | None
     heads: str | None

@@ -9,19 +9,12 @@ merged maps and one state, however long their shards are. Cotangents of states g
 transposed, and need no derivative of the prefix.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-
-class Affine(NamedTuple):
-    """A map of states, h -> m h + e."""
-
-    e: Float[Array, "R HO K V"]
-    m: Float[Array, "R HO K K"]
+from gdn_jax.rule.state_passing import Affine
 
 
 def entering(own: Affine, axis_name: str, *, backwards: bool = False) -> Float[Array, "R HO K V"]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax import losses
 from gdn_jax.parallel import context
-from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, Lies, axes_set, check_tokens, dividing
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule import arguments, ops
 from gdn_jax.rule.product import product_by
@@ -34,11 +34,7 @@ def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tupl
       ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where the devices along context do
         not divide the tokens.
     """
-    sizes = axes_set()
-    if sizes is None or sizes[CONTEXT] == 1:
-        return ops.gated_delta_rule(q, k, v, g, beta, **options)
-    check_tokens(q.shape[1], sizes)
-    return _over_tokens(context.gated_delta_rule, sizes, (q, k, v, g, beta), options)
+    return _on_mesh(ops.gated_delta_rule, context.gated_delta_rule, (q, k, v, g, beta), {}, options)
 
 
 def delta_rule_on_mesh(
@@ -50,11 +46,8 @@ def delta_rule_on_mesh(
       ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where the devices along context do not
         divide the tokens.
     """
-    sizes = axes_set()
-    if sizes is None or sizes[CONTEXT] == 1:
-        return ops.delta_rule(q, k, v, g, beta, erase=erase, write=write, **options)
-    check_tokens(q.shape[1], sizes)
-    return _over_tokens(context.delta_rule, sizes, (q, k, v, g, beta, erase, write), options)
+    apart = dict(erase=erase, write=write)
+    return _on_mesh(ops.delta_rule, context.delta_rule, (q, k, v, g, beta), apart, options)
 
 
 def gated_delta_product_on_mesh(
@@ -70,29 +63,37 @@ def gated_delta_product_on_mesh(
     return product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
 
 
-def _over_tokens(
-    rule: Callable[..., Any], sizes: dict[str, int], tokens: tuple, options: dict[str, Any]
+def _on_mesh(
+    rule: Callable[..., Any],
+    over_tokens: Callable[..., Any],
+    tokens: tuple[Any, ...],
+    apart: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """A rule of tokens that are split over the context axis: q, k, v, and gates or None."""
+    """rule(*tokens, **apart, **options), or the same by over_tokens where tokens are split over the context axis."""
+    sizes = axes_set()
+    if sizes is None or sizes[CONTEXT] == 1:
+        return rule(*tokens, **apart, **options)
+    q, k, v, *_ = tokens
+    check_tokens(q.shape[1], sizes)
     arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     if isinstance(options.get("scale"), jax.Array):
         arrays["scale"] = options.pop("scale")
-    q, k, v, *_ = tokens
     rows = None if arrays["cu_seqlens"] is not None else dividing(sizes, DATA, q.shape[0])
-    heads = dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2]))
-    return _rule_over_tokens(rule, Lies(rows, heads), tuple(options.items()), tokens, arrays)
+    axes = ShardAxes(rows, dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2])))
+    return _over_tokens(over_tokens, axes, tuple(options.items()), tokens, apart, arrays)
 
 
 # Compiled by itself, so that the layers of a model share what is traced and lowered of one.
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _rule_over_tokens(
-    rule: Callable[..., Any], lies: Lies, options: tuple[tuple[str, Any], ...], tokens, arrays
+def _over_tokens(
+    rule: Callable[..., Any], axes: ShardAxes, options: tuple[tuple[str, Any], ...], tokens, apart, arrays
 ):
-    def local(tokens, arrays):
-        return rule(*tokens, axis_name=CONTEXT, **arrays, **dict(options))
+    def local(tokens, apart, arrays):
+        return rule(*tokens, axis_name=CONTEXT, **apart, **arrays, **dict(options))
 
-    specs = (lies.tokens,) * len(tokens), lies.named(arrays)
-    return jax.shard_map(local, in_specs=specs, out_specs=(lies.tokens, lies.states))(tokens, arrays)
+    specs = axes.tokens, axes.tokens, axes.named(arrays)
+    return jax.shard_map(local, in_specs=specs, out_specs=(axes.tokens, axes.states))(tokens, apart, arrays)
 
 
 def attention_on_mesh(

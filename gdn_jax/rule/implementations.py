@@ -13,6 +13,7 @@ from gdn_jax.rule.kernels.ampere import Ampere
 from gdn_jax.rule.kernels.channels import Channels
 from gdn_jax.rule.kernels.hopper import Hopper
 from gdn_jax.rule.kernels.kernel_set import KernelSet
+from gdn_jax.rule.state_passing import PlainPassing, StatePassing
 from gdn_jax.shapes import Dims, Scale, accumulation_dtype
 
 Program = tuple[Callable[..., Any], Call, tuple[Scale, ...]]
@@ -38,9 +39,12 @@ class Implementation(Protocol):
         """Whether it is a set of kernels, which split their work by the values of cu_seqlens where they are known."""
         ...
 
-    @property
-    def hands_over_states(self) -> bool:
-        """Whether `parallel.context` has a form of it for rows whose tokens are split over devices."""
+    def state_passing(self, call: Call) -> StatePassing | None:
+        """One device's part of a call whose tokens are split over devices; None where it passes no states.
+
+        Args:
+          call: holds the factor of the output.
+        """
         ...
 
     def reason(self, call: Call, x: Arrays, dims: Dims) -> str | None:
@@ -74,10 +78,9 @@ class ByKernels:
         """See `Implementation`."""
         return self.kernels.gates
 
-    @property
-    def hands_over_states(self) -> bool:
+    def state_passing(self, call: Call) -> StatePassing | None:
         """See `Implementation`."""
-        return self.kernels.hands_over_states
+        return self.kernels.state_passing(call)
 
     def reason(self, call: Call, x: Arrays, dims: Dims) -> str | None:
         """See `Implementation`."""
@@ -103,7 +106,10 @@ class Plain:
     name: str
     gates = HEADS, CHANNELS, APART
     by_kernels = False
-    hands_over_states = True
+
+    def state_passing(self, call: Call) -> StatePassing | None:
+        """See `Implementation`."""
+        return PlainPassing(call._replace(state_layout="kv", form=self.name))
 
     def reason(self, call: Call, x: Arrays, dims: Dims) -> str | None:
         """See `Implementation`."""

@@ -19,9 +19,9 @@ import gdn_jax
 from gdn_jax.checks import cases, oracle
 from gdn_jax.parallel import context, context_conv, exchange, token_shards
 from gdn_jax.parallel.borders import Borders
-from gdn_jax.parallel.context_kernels import Kernels
 from gdn_jax.parts.conv import causal_conv1d
-from gdn_jax.rule.call import Arrays
+from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.rule.kernels.hopper_passing import HopperPassing
 from gdn_jax.shapes import Dims
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.backward import gradients as gradients_kernel
@@ -475,7 +475,8 @@ def drawn_for_kernels(case):
     """Inputs, the results of the oracle, and the kernels in the interpreter."""
     x = cases.inputs(case, "bfloat16")
     expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    return x, expected, Kernels(case.K**-0.5, False, interpret=plgpu.InterpretGPUParams())
+    call = Call(use_qk_l2norm=False, state_layout="kv", scale=case.K**-0.5)
+    return x, expected, HopperPassing(call, interpret=plgpu.InterpretGPUParams())
 
 
 def check_kernels(expected, got):

@@ -15,6 +15,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     as_states,
     of_heads,
 )
+from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 
@@ -24,7 +25,10 @@ class Ampere:
 
     name = "mosaic_mma"
     gates = (HEADS,)
-    hands_over_states = False
+
+    def state_passing(self, call: Call) -> StatePassing | None:
+        """See `KernelSet`."""
+        del call
 
     def device_reason(self) -> str | None:
         """See `KernelSet`."""

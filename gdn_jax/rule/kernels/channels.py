@@ -18,6 +18,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     named_segments,
     of_items,
 )
+from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Dims, Outputs, rule_dims
 
 
@@ -27,7 +28,10 @@ class Channels(InSegments):
 
     name = "mosaic_gpu"
     gates = CHANNELS, APART
-    hands_over_states = False
+
+    def state_passing(self, call: Call) -> StatePassing | None:
+        """See `KernelSet`."""
+        del call
 
     def device_reason(self) -> str | None:
         """See `KernelSet`."""

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
+from gdn_jax.rule.kernels.hopper_passing import HopperPassing
 from gdn_jax.rule.kernels.kernel_set import (
     InSegments,
     OutputCotangents,
@@ -14,6 +15,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     named_segments,
     of_heads,
 )
+from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 
@@ -23,7 +25,10 @@ class Hopper(InSegments):
 
     name = "mosaic_gpu"
     gates = (HEADS,)
-    hands_over_states = True
+
+    def state_passing(self, call: Call) -> StatePassing | None:
+        """See `KernelSet`."""
+        return HopperPassing(call)
 
     def device_reason(self) -> str | None:
         """See `KernelSet`."""

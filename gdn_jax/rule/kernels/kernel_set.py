@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gdn_jax.rule.call import Arrays, Call, RuleAxes
 from gdn_jax.rule.chunks.recurrence import INVERSE_NAME, STATES_NAME
+from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Dims, Outputs
 
 # The kernels' own records, which are imported inside calls.
@@ -38,9 +39,8 @@ class KernelSet(Protocol):
         """The kinds of gates that they take, see `Call.gates`."""
         ...
 
-    @property
-    def hands_over_states(self) -> bool:
-        """Whether `parallel.context_kernels` has them for rows whose tokens are split over devices."""
+    def state_passing(self, call: Call) -> StatePassing | None:
+        """One device's part of a call whose tokens are split over devices; None where they pass no states."""
         ...
 
     def device_reason(self) -> str | None:

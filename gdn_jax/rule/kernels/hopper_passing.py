@@ -1,4 +1,4 @@
-"""The rule over split tokens by the GPU kernels, see `context`.
+"""State passing by the kernels of `hopper`.
 
 The kernels cut long rows into segments anyway and find the map of states over each segment. The product of these maps
 is the map over the whole device, so that splitting tokens costs hardly more than sending the states.
@@ -14,9 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gdn_jax import gates
-from gdn_jax.parallel.borders import Borders
-from gdn_jax.parallel.prefix import Affine
-from gdn_jax.rule.call import Arrays
+from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.rule.state_passing import Affine
 
 
 class Saved(NamedTuple):
@@ -28,38 +27,26 @@ class Saved(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
-    """The kernels with these options on one device's tokens; the same methods as `context_plain.Plain`."""
+class HopperPassing:
+    """A `StatePassing`. The kernels hold the scale of the call."""
 
-    scale: float
-    use_qk_l2norm: bool
+    call: Call
     interpret: Any = None
 
     def forward(
-        self, x: Arrays, begins: Float[Array, "N HO K V"], borders: Borders
+        self, x: Arrays, begins: Float[Array, "N HO K V"], borders: Any
     ) -> tuple[Affine, Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array], Saved]]]:
-        """The forward pass up to the states that enter, and the rest of it.
-
-        Args:
-          x: this device's tokens; cu_seqlens holds the offsets of their sequences on this device.
-          begins: the states that sequences begin with on this device, zeros for a sequence that enters.
-          borders: the sequences that cross the device's borders.
-
-        Returns:
-          The map of states over this device's tokens, for sequences that leave: e from `begins`, m from the first
-          segment of each that lies here. And a function from the states that the tokens start from to (o, final
-          states) and what `backward` needs.
-        """
+        """See `StatePassing`."""
         from pallas_kernels.forward import rule
 
         q, k = self._normalized(x.q, x.k)
-        options = dict(open_sequence=borders.last, scale=self.scale, interpret=self.interpret)
+        options = dict(open_sequence=borders.last, scale=self.call.scale, interpret=self.interpret)
         opened = rule.prepare_open(x._replace(q=q, k=k).of_heads, **options)
         items, m_t = opened.prepared.items, opened.prepared.m_t
         assert m_t is not None
         _, end = _items_of(items, borders.last, x.k.shape[0])
         K, V = x.k.shape[3], x.v.shape[3]
-        leaves = jnp.swapaxes(opened.starts(begins)[end - 1], -1, -2)  # that of the empty segment behind
+        leaves = jnp.swapaxes(opened.starts(begins)[end - 1], -1, -2)  # that of the empty segment after it
 
         def rest(start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Saved]:
             o, final, residuals = opened.finish(start)
@@ -69,22 +56,14 @@ class Kernels:
         return Affine(leaves[..., :K, :V], m[..., :K, :K]), rest
 
     def backward(
-        self, saved: Saved, borders: Borders, do: jax.Array, ends: jax.Array
+        self, saved: Saved, borders: Any, do: jax.Array, ends: jax.Array
     ) -> tuple[jax.Array, Callable[[jax.Array], tuple[Any, ...]]]:
-        """The backward pass up to the cotangents that enter from the device behind, and the rest of it.
-
-        Args:
-          ends: cotangents of the final states, zeros for a sequence that leaves.
-
-        Returns:
-          The cotangent of the states that entered. And a function from the cotangents of all final states to those
-          of q, k, v, the gates and the states that the tokens started from.
-        """
+        """See `StatePassing`."""
         from pallas_kernels.backward import rule
 
         x, residuals = saved
         (q, k), through_norm = jax.vjp(self._normalized, x.q, x.k)
-        plain, options = x._replace(q=q, k=k).of_heads, dict(scale=self.scale, interpret=self.interpret)
+        plain, options = x._replace(q=q, k=k).of_heads, dict(scale=self.call.scale, interpret=self.interpret)
         e, at_ends = rule.open_adjoints(plain, residuals, rule.OutputCotangents(do, ends), **options)
         segments, rows = residuals.segments, x.k.shape[0]
         first, end = _items_of(segments.items, borders.first, rows)
@@ -107,11 +86,11 @@ class Kernels:
 
     def _normalized(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q and k as the kernels take them."""
-        return (gates.l2norm(q), gates.l2norm(k)) if self.use_qk_l2norm else (q, k)
+        return (gates.l2norm(q), gates.l2norm(k)) if self.call.use_qk_l2norm else (q, k)
 
 
 def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[jax.Array, jax.Array]:
-    """First item, and the one behind the last, of each sequence that crosses a border: every row, or one that is
+    """First item, and the one after the last, of each sequence that crosses a border: every row, or one that is
     packed."""
     if sequence is None:
         per_row = items.split.num_items // rows
@@ -124,7 +103,7 @@ def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[j
 def _transition(
     m_t: Any, items: Any, sequence: Int[Array, ""] | None, shape: tuple[int, ...]
 ) -> Float[Array, "R HO K64 K64"]:
-    """The product of the maps of all segments of sequences that leave, without the empty segment behind them.
+    """The product of the maps of all segments of sequences that leave, without the empty segment after them.
 
     Neighbours are merged, level by level, in float32.
 
