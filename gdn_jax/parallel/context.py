@@ -79,7 +79,7 @@ def gated_delta_rule(
 
     Raises:
       ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where heads cannot be exchanged;
-        NotImplementedError where by states a form is named that hands over none, "mosaic_mma".
+        NotImplementedError where by states an implementation is named that hands over none, "mosaic_mma".
 
     Numerics: by states those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole
       devices are merged in float32. Differentiable once, in reverse.

@@ -1,7 +1,7 @@
 """The seam to the kernels: the only derivative that is defined over them, for every set.
 
 The sets of kernels lie in `rule.kernels`. The kernels of what stands around the rule in a layer are reached through
-`fused`, those of serving through `serving.kernels`. Here stands what a call needs around the kernels and what is
+`parts`, those of serving through `serving.kernels`. Here stands what a call needs around the kernels and what is
 mathematics: the factor of the output where the kernels cannot hold it, and the derivative of the L2 norm.
 """
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_segments import of_heads, segments_of
 from tolerances import GRADIENTS, assert_close, head_axis, kernel_tolerance, tolerance
 
 from gdn_jax.checks import cases, oracle
@@ -21,7 +22,7 @@ from pallas_kernels.device.launch import check_registers, release_registers
 from pallas_kernels.forward import rule as forward_rule
 from pallas_kernels.work import split as work_split
 from pallas_kernels.work import tables as work_tables
-from pallas_kernels.work.residuals import Residuals, Segments, Transition
+from pallas_kernels.work.residuals import Residuals
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -58,48 +59,17 @@ def residuals_of(case: cases.Case, x: cases.Inputs, segment_chunks: int | None =
     f32, t_tiles = np.float32, t_tiles.astype(x.k.dtype)
     if x.cu_seqlens is not None:  # anything may be in the padding
         beta_t[..., cu[-1] :] = np.where(np.arange(cu[-1], T64) % 2, np.nan, np.inf)
-    segments = None if segment_chunks is None else segments_of(case, x, g, beta, segment_chunks)
+    segments = None
+    if segment_chunks is not None:
+        keys, values = (of_heads(y, HO, -(-y.shape[3] // 64) * 64) for y in (x.k, x.v))
+        tokens = keys, keys, values, np.broadcast_to(np.exp(g)[..., None], keys.shape), beta
+        h_0 = x.initial_state
+        h_0 = h_0 if h_0 is None or case.state_layout == "kv" else h_0.swapaxes(2, 3)
+        segments = segments_of(tokens, h_0, x.cu_seqlens, segment_chunks, x.k.dtype)
     return Residuals(
         *map(put, (g2_cum.astype(f32), beta_t.astype(f32), t_tiles)),
         jax.tree.map(put, segments),
     )
-
-
-def segments_of(case: cases.Case, x: cases.Inputs, g, beta, length: int) -> Segments:
-    """States at the starts of segments and what segments do to a state, token by token."""
-    if x.cu_seqlens is None:
-        items, borders = work_tables.row_items(case.B, case.T, length), [0, case.T]
-        rows = [(b, borders) for b in range(case.B)]
-    else:
-        items = work_tables.packed_items(x.cu_seqlens.astype(np.int32), case.T, length)
-        rows = [(0, list(ends)) for ends in zip(x.cu_seqlens, x.cu_seqlens[1:], strict=False)]
-    K, V = -(-case.K // 64) * 64, -(-case.V // 64) * 64
-    starts = np.full((items.split.num_items, case.HO, V, K), np.nan, np.float32)
-    diagonal, rest = (np.full((items.split.num_items, case.HO, *shape), np.nan) for shape in ((K,), (K, K)))
-    item = 0
-    for n, (row, (begin, end)) in enumerate(rows):
-        cuts = range(begin // 64 * 64 + length * 64, end, length * 64)
-        parts = list(zip([begin, *cuts], [*cuts, end], strict=True))
-        for head in range(case.HO):
-            h0 = np.zeros((case.K, case.V)) if x.initial_state is None else x.initial_state[n, head]
-            h0 = h0.T if x.initial_state is not None and case.state_layout == "vk" else h0
-            state = np.zeros((V, K))
-            state[: case.V, : case.K] = h0.T
-            for i, part in enumerate(parts):
-                starts[item + i, head] = state
-                transition = np.eye(K)
-                for t in range(*part):
-                    k, v = np.zeros(K), np.zeros(V)
-                    k[: case.K] = x.k[row, t, head // (case.HO // case.heads[1])]
-                    v[: case.V] = x.v[row, t, head // (case.HO // case.heads[2])]
-                    step = np.exp(g[row, t, head]) * (np.eye(K) - beta[row, t, head] * np.outer(k, k))
-                    state = state @ step + beta[row, t, head] * np.outer(v, k)
-                    transition = transition @ step
-                if i + 1 < len(parts):
-                    diagonal[item + i, head] = np.diag(transition)
-                    rest[item + i, head] = transition * (1 - np.eye(K))
-        item += len(parts)
-    return Segments(starts, Transition(diagonal.astype(np.float32), rest.astype(x.k.dtype)), items)
 
 
 def run(

@@ -13,6 +13,7 @@ from channel_kernels import wide
 from device_arrays import put
 from harness import truth
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_segments import segments_of
 from tolerances import bound, worst_ratio
 
 from gdn_jax.checks import cases
@@ -28,8 +29,6 @@ from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
 from pallas_kernels.forward import channel_rule
-from pallas_kernels.work import tables
-from pallas_kernels.work.residuals import Segments, Transition
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 SMALL = work.Config(1, 2, ctas=1)
@@ -74,34 +73,11 @@ def residuals_of(call: Call, x: Any, segment_chunks: int | None = None) -> Chann
     pairs = Pairs(**{name: put(np.array(y)).astype(dtypes[name]) for name, y in made.items()})
     segments = None
     if segment_chunks:
-        segments = segments_of(call, x, (k, e, v, np.exp(g), beta), dims, segment_chunks)
+        h_0 = x.initial_state
+        h_0 = h_0 if h_0 is None or call.state_layout == "kv" else np.swapaxes(h_0, 2, 3)
+        tokens = tuple(y[None, :T] for y in (k, e, v, np.exp(g), beta))
+        segments = jax.tree.map(put, segments_of(tokens, h_0, x.cu_seqlens, segment_chunks, x.k.dtype))
     return ChannelResiduals(pairs, put(beta.T[None], jnp.float32), segments)
-
-
-def segments_of(call: Call, x: Any, tokens: tuple, dims: Dims, length: int) -> Segments:
-    """States at the starts of the segments of one sequence, and what the segments do to a state."""
-    k, e, v, alpha, beta = tokens
-    K, V, items = k.shape[2], v.shape[2], tables.row_items(1, dims.T, length)
-    starts, diagonal, rest = [], [], []
-    h = np.zeros((dims.HO, V, K))
-    if x.initial_state is not None:
-        h_0 = np.asarray(x.initial_state[0], np.float64)
-        h[:, : dims.V, : dims.K] = h_0.swapaxes(1, 2) if call.state_layout == "kv" else h_0
-    for first in range(0, dims.T, length * CHUNK):
-        starts.append(h.copy())
-        m = np.tile(np.eye(K), (dims.HO, 1, 1))
-        for t in range(first, min(first + length * CHUNK, dims.T)):
-            for head in range(dims.HO):
-                step = alpha[t, head][:, None] * (
-                    np.eye(K) - beta[t, head] * np.outer(e[t, head], k[t, head])
-                )
-                h[head] = h[head] @ step + beta[t, head] * np.outer(v[t, head], k[t, head])
-                m[head] = m[head] @ step
-        diagonal.append(np.diagonal(m, axis1=1, axis2=2))
-        rest.append(m * (1 - np.eye(K)))
-    arrays = (put(np.array(y), jnp.float32) for y in (starts, diagonal, rest))
-    starts, diagonal, rest = arrays
-    return Segments(starts, Transition(diagonal, rest.astype(x.k.dtype)), items)
 
 
 CASES = {
