@@ -71,7 +71,7 @@ MORE: dict[str, int] = {
     "test_mosaic.py": 190,
     "test_other_devices.py": 70,
     "test_own_model.py": 270,
-    "test_parallel_context.py": 360,
+    "test_parallel_context.py": 400,
     "test_parallel_lowering.py": 200,
     "test_parallel_serving.py": 480,
     "test_parallel_training.py": 500,
