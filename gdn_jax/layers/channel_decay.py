@@ -11,19 +11,17 @@ y    = (RMSNorm(o) * sigmoid(x Wg1 Wg2, or x Wg)) Wo          the norm over each
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.gates import init_A_log, init_dt_bias
 from gdn_jax.layers import blocks
-from gdn_jax.layers.blocks import RMSNorm
-from gdn_jax.layers.options import check_positive, check_sizes, value_width
-from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
+from gdn_jax.layers.options import check_positive
+from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
 from gdn_jax.layers.stacks import ProjectionStack, stack_of
 from gdn_jax.parallel.token_shards import delta_rule_on_mesh
 from gdn_jax.parts.channel_gates import channel_gates
@@ -95,12 +93,7 @@ class ChannelDecayMixer(RecurrentMixer):
 
     A layer says what its strengths are, by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
 
-    Args:
-      hidden_size: width of x and y.
-      num_heads: query and key heads.
-      num_v_heads: heads of values, gates, states and outputs, a multiple of num_heads (value head i reads key head
-        i // (num_v_heads // num_heads)). Default num_heads.
-      head_dim: K, up to 256.
+    Args: those of `GatedDeltaNet` but rule and use_gate, and
       gate: of the decay, see the module docstring. The bounded gate is no clamped form of the other.
       lower_bound: the strongest log decay of a token with the gate "lower_bound", below 0.
       gate_rank: width between the two factors of the decay's projection, "head_dim" for that of a head; None: one
@@ -108,19 +101,7 @@ class ChannelDecayMixer(RecurrentMixer):
       output_gate_rank: the same for the output gate.
       output_gate_bias: gives the output gate's last projection a bias.
       use_A_log: False leaves A_log out, as if it were 0.
-      expand_v: V / K; V = head_dim * expand_v must be a whole number, up to 256.
-      conv_size: W, 2 to 4.
-      conv_bias: gives the convolution a bias.
-      use_short_conv: False leaves the convolution out.
       allow_neg_eigval: strength of erasing in [0, 2] instead of [0, 1].
-      write_start: where the sigmoids of the strengths start on every token, between 0 and 1, by a bias that is
-        learned; None: there is none, and they start at 1/2. See `GatedDeltaNet`.
-      norm_eps: of the RMSNorm.
-      dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the rule, see `delta_rule`.
-      kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
-        kernel_init).
-      rngs: source of the initial weights.
 
     Parameters: q_proj, k_proj, v_proj, o_proj; f_a_proj [hidden_size, rank] and f_b_proj, or f_proj; g_a_proj and
       g_b_proj, or g_proj; the projections of the strengths; conv_weight [conv_dim, W], the filters of q, k and v one
@@ -150,67 +131,37 @@ class ChannelDecayMixer(RecurrentMixer):
         output_gate_bias: bool = False,
         use_A_log: bool = True,
         expand_v: float = 1.0,
-        conv_size: int = 4,
-        conv_bias: bool = False,
-        use_short_conv: bool = True,
         allow_neg_eigval: bool = False,
-        write_start: float | None = None,
-        norm_eps: float = 1e-5,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        kernel_init: blocks.Initializer | None = None,
-        out_kernel_init: blocks.Initializer | None = None,
-        rngs: nnx.Rngs,
+        **common: Unpack[LayerOptions],
     ):
-        check_sizes(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            conv_size=conv_size,
-            norm_eps=norm_eps,
-            write_start=write_start,
-            implementation=implementation,
+        self.gate_rank, self.output_gate_rank, self.use_A_log = gate_rank, output_gate_rank, use_A_log
+        check_gates(
+            gate=gate, lower_bound=lower_bound, gate_rank=gate_rank, output_gate_rank=output_gate_rank
         )
-        ranks = dict(gate_rank=gate_rank, output_gate_rank=output_gate_rank)
-        check_gates(gate=gate, lower_bound=lower_bound, **ranks)
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        self.head_v_dim = value_width(head_dim, expand_v)
         self.lower_bound = lower_bound if gate == "lower_bound" else None
-        self.allow_neg_eigval = allow_neg_eigval
-        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
-
-        keys, values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        gates = self.num_v_heads * head_dim
-        linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
-        self.q_proj = linear(hidden_size, keys)
-        self.k_proj = linear(hidden_size, keys)
-        self.v_proj = linear(hidden_size, values)
-        widths = (head_dim if rank == HEAD_DIM else rank for rank in (gate_rank, output_gate_rank))
-        for name, rank, outputs in zip("fg", widths, (gates, values), strict=True):
-            if rank is None:
-                setattr(self, f"{name}_proj", linear(hidden_size, outputs))
-            else:
-                setattr(self, f"{name}_a_proj", linear(hidden_size, rank))
-                setattr(self, f"{name}_b_proj", linear(rank, outputs))
-        self._make_strengths(linear)
-        self._add_write_start(write_start)
+        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, expand_v, allow_neg_eigval, **common)
         if output_gate_bias:
-            blocks.add_bias(self._factors("g")[-1], jnp.zeros(values, param_dtype))
-        self.o_proj = out(values, hidden_size)
+            last = self._factors("g")[-1]
+            blocks.add_bias(last, jnp.zeros(last.out_features, self.param_dtype))
 
-        self._make_convolution(2 * keys + values, conv_size, conv_bias, use_short_conv, rngs)
-        rates = None
-        if use_A_log:
+    def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        decays, values = self.num_v_heads * self.head_dim, self.num_v_heads * self.head_v_dim
+        for name, rank, outputs in (("f", self.gate_rank, decays), ("g", self.output_gate_rank, values)):
+            if rank is None:
+                setattr(self, f"{name}_proj", linear(self.hidden_size, outputs))
+            else:
+                width = self.head_dim if isinstance(rank, str) else rank
+                setattr(self, f"{name}_a_proj", linear(self.hidden_size, width))
+                setattr(self, f"{name}_b_proj", linear(width, outputs))
+        self._make_strengths(linear)
+
+    def _make_decay(self, rngs: nnx.Rngs) -> None:
+        heads, rates = self.num_v_heads, None
+        if self.use_A_log:
             bounded = self.lower_bound is not None
-            heads = self.num_v_heads
             rates = jnp.zeros(heads) if bounded else init_A_log(rngs.params(), heads, LEAST_RATE)
         self.A_log = None if rates is None else blocks.NoDecayParam(rates)
-        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), self.num_v_heads, head_dim))
-        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), heads, self.head_dim))
 
     def _make_strengths(self, linear: Callable[[int, int], nnx.Linear]) -> None:
         """Sets the projections of the strengths; linear(inputs, outputs) makes one."""

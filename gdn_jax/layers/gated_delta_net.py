@@ -5,21 +5,20 @@ token of every row on states that are changed in place, `parts.token`. All else 
 `rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import rules
-from gdn_jax.gates import init_A_log, init_dt_bias, log_decay, write_strength
+from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm, normalise_first
-from gdn_jax.layers.options import check_options, value_width
-from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer, at_tokens
+from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
 from gdn_jax.parts import mixer, token
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.products import Addend
@@ -93,63 +92,20 @@ class GatedDeltaNet(RecurrentMixer):
         num_v_heads: int | None = None,
         head_dim: int = 128,
         expand_v: float = 2.0,
-        conv_size: int = 4,
-        conv_bias: bool = False,
-        use_short_conv: bool = True,
         use_gate: bool = True,
         allow_neg_eigval: bool = False,
-        write_start: float | None = None,
         rule: str | rules.Rule = "gated_delta",
-        norm_eps: float = 1e-5,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        kernel_init: blocks.Initializer | None = None,
-        out_kernel_init: blocks.Initializer | None = None,
-        rngs: nnx.Rngs,
+        **common: Unpack[LayerOptions],
     ):
-        check_options(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            conv_size=conv_size,
-            norm_eps=norm_eps,
-            write_start=write_start,
-            rule=rule,
-            implementation=implementation,
-        )
-        num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        self.num_v_heads = num_v_heads
-        self.head_dim = head_dim
-        self.head_v_dim = value_width(head_dim, expand_v)
         self.use_gate = use_gate
-        self.allow_neg_eigval = allow_neg_eigval
+        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, expand_v, allow_neg_eigval, **common)
         self.rule = rule
         self.layer = 0
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.implementation = implementation
 
-        key_dim = num_heads * head_dim
-        value_dim = num_v_heads * self.head_v_dim
-        linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
-        self.q_proj = linear(hidden_size, key_dim)
-        self.k_proj = linear(hidden_size, key_dim)
-        self.v_proj = linear(hidden_size, value_dim)
-        self.a_proj = linear(hidden_size, num_v_heads)
-        self.b_proj = linear(hidden_size, num_v_heads)
-        self._add_write_start(write_start)
-        self.g_proj = linear(hidden_size, value_dim) if use_gate else None
-        self.o_proj = out(value_dim, hidden_size)
-
-        self._make_convolution(2 * key_dim + value_dim, conv_size, conv_bias, use_short_conv, rngs)
-        self.A_log = blocks.NoDecayParam(init_A_log(rngs.params(), num_v_heads))
-        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), num_v_heads))
-        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+    def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        self.a_proj = linear(self.hidden_size, self.num_v_heads)
+        self.b_proj = linear(self.hidden_size, self.num_v_heads)
+        self.g_proj = linear(self.hidden_size, self.num_v_heads * self.head_v_dim) if self.use_gate else None
 
     def from_stream(
         self,

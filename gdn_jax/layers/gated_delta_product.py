@@ -1,17 +1,16 @@
 """Gated DeltaProduct: several steps of the delta rule for every token."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.gates import init_A_log, init_dt_bias, l2norm, log_decay, write_strength
+from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.layers import blocks
-from gdn_jax.layers.blocks import RMSNorm
-from gdn_jax.layers.options import check_positive, check_sizes, value_width
-from gdn_jax.layers.recurrent import RecurrentMixer, at_tokens
+from gdn_jax.layers.options import check_positive
+from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
 from gdn_jax.parallel.token_shards import gated_delta_product_on_mesh
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.rule.ops import gated_delta_step
@@ -46,19 +45,9 @@ class GatedDeltaProduct(RecurrentMixer):
     With n = 1 it is a `GatedDeltaNet`. A token's transition is a product of n Householder matrices, so with strengths
     to 2 it can be a product of n reflections.
 
-    Args:
-      hidden_size: width of x and y.
-      num_heads, num_v_heads, head_dim: as for `GatedDeltaNet`.
+    Args: those of `GatedDeltaNet` but rule and use_gate, and
       num_householder: n, the steps of a token.
-      expand_v: V / K; V = head_dim * expand_v must be a whole number, up to 256.
-      conv_size, conv_bias, use_short_conv: as for `GatedDeltaNet`.
-      allow_neg_eigval: beta in [0, 2] instead of [0, 1].
-      write_start, norm_eps: as for `GatedDeltaNet`.
-      dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the rule, see `gated_delta_rule`, which runs the n T steps of a row.
-      kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
-        kernel_init).
-      rngs: source of the initial weights.
+      allow_neg_eigval: beta in [0, 2], which is the default here, instead of [0, 1].
 
     Parameters: q_proj, k_proj [hidden_size, n * num_heads * K], v_proj [hidden_size, n * num_v_heads * V], a_proj,
       b_proj [hidden_size, n * num_v_heads], g_proj (Wg), o_proj without bias, but for c; all of the first step come
@@ -81,52 +70,22 @@ class GatedDeltaProduct(RecurrentMixer):
         *,
         num_householder: int = 2,
         expand_v: float = 2.0,
-        conv_size: int = 4,
-        conv_bias: bool = False,
-        use_short_conv: bool = True,
         allow_neg_eigval: bool = True,
-        write_start: float | None = None,
-        norm_eps: float = 1e-5,
-        dtype: DTypeLike | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        implementation: str | None = None,
-        kernel_init: blocks.Initializer | None = None,
-        out_kernel_init: blocks.Initializer | None = None,
-        rngs: nnx.Rngs,
+        **common: Unpack[LayerOptions],
     ):
-        check_sizes(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_v_heads=num_v_heads,
-            head_dim=head_dim,
-            expand_v=expand_v,
-            conv_size=conv_size,
-            norm_eps=norm_eps,
-            write_start=write_start,
-            implementation=implementation,
-        )
         check_positive(num_householder=num_householder)
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
-        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        self.head_v_dim = value_width(head_dim, expand_v)
-        self.num_householder = n = num_householder
-        self.allow_neg_eigval = allow_neg_eigval
-        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
+        self.num_householder = num_householder
+        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, expand_v, allow_neg_eigval, **common)
 
-        keys, values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
-        linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
-        self.q_proj = linear(hidden_size, keys)
-        self.k_proj = linear(hidden_size, n * keys)
-        self.v_proj = linear(hidden_size, n * values)
-        self.a_proj = linear(hidden_size, self.num_v_heads)
-        self.b_proj = linear(hidden_size, n * self.num_v_heads)
-        self._add_write_start(write_start)
-        self.g_proj = linear(hidden_size, values)
-        self.o_proj = out(values, hidden_size)
-        self._make_convolution((1 + n) * keys + n * values, conv_size, conv_bias, use_short_conv, rngs)
-        self.A_log = blocks.NoDecayParam(init_A_log(rngs.params(), self.num_v_heads))
-        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), self.num_v_heads))
-        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+    @property
+    def steps(self) -> int:
+        """See `RecurrentMixer.steps`."""
+        return self.num_householder
+
+    def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        self.a_proj = linear(self.hidden_size, self.num_v_heads)
+        self.b_proj = linear(self.hidden_size, self.num_householder * self.num_v_heads)
+        self.g_proj = linear(self.hidden_size, self.num_v_heads * self.head_v_dim)
 
     def strength_projections(self) -> tuple[blocks.Projection, ...]:
         """See `RecurrentMixer.strength_projections`."""

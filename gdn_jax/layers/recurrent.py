@@ -8,8 +8,9 @@ Parameters live in param_dtype (float32 by default) and are cast to dtype, the c
 flax's own layers. Norms, gates, the convolution's sums and the recurrent state are float32 in any case.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.gates import logit
+from gdn_jax.gates import init_A_log, init_dt_bias, logit
 from gdn_jax.layers import blocks
 from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm
+from gdn_jax.layers.options import check_sizes, value_width
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
 from gdn_jax.parts.ahead import read_ahead
@@ -44,8 +46,32 @@ class RecurrentCache(NamedTuple):
     state: Float[Array, "N HO K V"]
 
 
+class LayerOptions(TypedDict, total=False):
+    """Arguments that a recurrent layer hands on to the constructor of `RecurrentMixer` as they are."""
+
+    conv_size: int
+    conv_bias: bool
+    use_short_conv: bool
+    write_start: float | None
+    norm_eps: float
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    implementation: str | None
+    kernel_init: blocks.Initializer | None
+    out_kernel_init: blocks.Initializer | None
+    rngs: Required[nnx.Rngs]
+
+
 class RecurrentMixer(nnx.Module):
     """A token mixer with a short convolution and a recurrent state; see the module docstring.
+
+    The constructor makes what all layers have, with the initial values that `GatedDeltaNet` describes. A layer's own
+    projections are made by its `_make_gates`, its decay, where it has none for each head, by its `_make_decay`.
+
+    Args: as for `GatedDeltaNet`.
+
+    Raises:
+      ValueError: an argument is wrong; names it, what was expected and what came.
 
     Attributes:
       q_proj, k_proj, v_proj: projections to queries, keys and values.
@@ -57,18 +83,9 @@ class RecurrentMixer(nnx.Module):
       o_norm, o_proj: norm of each head and output projection.
     """
 
-    hidden_size: int
-    num_heads: int
-    num_v_heads: int
-    head_dim: int
-    head_v_dim: int
     conv_dim: int
     conv_size: int
     use_short_conv: bool
-    allow_neg_eigval: bool
-    dtype: DTypeLike | None
-    param_dtype: DTypeLike
-    implementation: str | None
     conv_weight: nnx.Param | None
     conv_bias: nnx.Param | None
     A_log: Any
@@ -76,13 +93,78 @@ class RecurrentMixer(nnx.Module):
     q_proj: nnx.Linear
     k_proj: nnx.Linear
     v_proj: nnx.Linear
-    o_norm: RMSNorm
     o_proj: nnx.Linear
 
     lower_bound: float | None = None
     """The strongest log decay of a token, of a bounded gate."""
     by_channels = False
     """Whether its gates have a number for each channel."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the rule for every token, each with a key and a value."""
+        return 1
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None,
+        head_dim: int,
+        expand_v: float,
+        allow_neg_eigval: bool,
+        *,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        use_short_conv: bool = True,
+        write_start: float | None = None,
+        norm_eps: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
+        kernel_init: blocks.Initializer | None = None,
+        out_kernel_init: blocks.Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_dim=head_dim,
+            expand_v=expand_v,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            write_start=write_start,
+            implementation=implementation,
+        )
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.head_v_dim = value_width(head_dim, expand_v)
+        self.allow_neg_eigval = allow_neg_eigval
+        self.dtype, self.param_dtype, self.implementation = dtype, param_dtype, implementation
+
+        keys, values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        linear, out = blocks.bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs)
+        self.q_proj = linear(hidden_size, keys)
+        self.k_proj = linear(hidden_size, self.steps * keys)
+        self.v_proj = linear(hidden_size, self.steps * values)
+        self._make_gates(linear)
+        self._add_write_start(write_start)
+        self.o_proj = out(values, hidden_size)
+
+        channels = keys + self.steps * (keys + values)
+        self._make_convolution(channels, conv_size, conv_bias, use_short_conv, rngs)
+        self._make_decay(rngs)
+        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+
+    def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        """Sets the projections to the gates; linear(inputs, outputs) makes one."""
+        raise NotImplementedError
+
+    def _make_decay(self, rngs: nnx.Rngs) -> None:
+        """Sets A_log and dt_bias, of a decay for each head."""
+        self.A_log = blocks.NoDecayParam(init_A_log(rngs.params(), self.num_v_heads))
+        self.dt_bias = blocks.NoDecayParam(init_dt_bias(rngs.params(), self.num_v_heads))
 
     @property
     def can_be_served(self) -> bool:

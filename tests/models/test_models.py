@@ -14,7 +14,7 @@ from small_models import BF16, F32, SIZES, Shift, call, continued, made, make, o
 from tolerances import assert_close
 
 from gdn_jax.commands.fields import marked
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, RecurrentMixer
 from gdn_jax.models import Block, LanguageModel, ModelConfig, generate, weight_decay_mask
 from gdn_jax.models.generate import _generate
 from gdn_jax.training import options as options_lib
@@ -308,7 +308,8 @@ def test_every_option_reaches_the_layer():
         "implementation": "recurrent",
     }
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    assert set(options) == fields & set(inspect.signature(GatedDeltaNet.__init__).parameters), "test it here"
+    taken = [inspect.signature(layer.__init__).parameters for layer in (RecurrentMixer, GatedDeltaNet)]
+    assert set(options) == fields & set().union(*taken), "test it here"
     defaults = ModelConfig()
     assert not [name for name in set(options) - {"num_heads"} if options[name] == getattr(defaults, name)]
     mixer = made(ModelConfig(**options)).blocks[0].mixer

@@ -10,7 +10,7 @@ import pytest
 import gdn_jax
 from gdn_jax import gates, serving
 from gdn_jax.hf import olmo_hybrid, qwen3_5, qwen3_next
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, RecurrentMixer
 from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.models import generate
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
@@ -39,8 +39,12 @@ DEFAULTS = [
     # Layers and models.
     (
         GatedDeltaNet,
-        {"expand_v": 2.0, "conv_size": 4, "conv_bias": False, "use_short_conv": True, "use_gate": True}
-        | {"allow_neg_eigval": False, "norm_eps": 1e-5, "write_start": None, "rule": "gated_delta"},
+        {"expand_v": 2.0, "use_gate": True, "allow_neg_eigval": False, "rule": "gated_delta"},
+        PAPER,
+    ),
+    (
+        RecurrentMixer,
+        {"conv_size": 4, "conv_bias": False, "use_short_conv": True, "norm_eps": 1e-5, "write_start": None},
         PAPER,
     ),
     (RMSNorm, {"eps": 1e-5, "zero_centred": False}, PAPER),

@@ -82,8 +82,9 @@ class Mixer:
           options: dtypes, initialisers and `rngs`, in the place of the config's.
         """
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        common = config.options_of(RecurrentMixer.__init__) | config.options_of(self.layer.__init__)
         norm_eps = config.mixer_norm_eps or config.norm_eps
-        return self.layer(**config.options_of(self.layer.__init__) | own | {"norm_eps": norm_eps} | options)
+        return self.layer(**common | own | {"norm_eps": norm_eps} | options)
 
     def costs(self, config: Any, L: int) -> MixerCosts:
         """Costs of a layer, in which a token meets its chunk, and a state of fixed size.
