@@ -1,4 +1,4 @@
-"""How a layer of Gated DeltaNet begins: its parameters, its small relatives, and what it refuses."""
+"""How a layer of Gated DeltaNet begins: its parameters, a norm and an MLP, and what it refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,9 @@ from flax import nnx
 from small_layers import F32, SIZES, D, drawn, empty_cache, inputs, make
 from tolerances import assert_close
 
-from gdn_jax import gates
-from gdn_jax.checks import oracle
 from gdn_jax.gates import init_A_log, init_dt_bias
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.layers.blocks import NoDecayParam, RMSNorm, SwiGLU, weight_decay_mask
-from gdn_jax.small_layer import SmallGatedDeltaNet
 
 
 @pytest.fixture(scope="module")
@@ -89,29 +86,6 @@ def test_in_a_linen_model_every_parameter_is_in_params():
     assert not any(jax.tree.leaves(weight_decay_mask(stacked)["A_log"]))
 
 
-def test_small_layer():
-    layer = drawn(lambda rngs: SmallGatedDeltaNet(8, 12, 2, rngs=rngs))
-
-    @nnx.jit
-    def run(layer, x):
-        projected = [f(x) for f in (layer.q_proj, layer.k_proj, layer.v_proj, layer.alpha_proj)]
-        return layer(x), projected, gates.write_strength(layer.beta_proj(x))
-
-    (o, state), (*projected, alpha), beta = jax.device_get(run(layer, inputs(2, 9, 8)))
-    q, k, v = (y.astype(np.float64).reshape(2, 9, 2, -1) for y in projected)
-    k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
-    alpha = 1 / (1 + np.exp(-alpha.astype(np.float64)))
-    want, want_state = oracle.forward(q, k, v, np.log(alpha), beta, scale=1.0)
-    assert_close(want.reshape(2, 9, 12), o, F32)
-    assert_close(want_state, state, F32, axis=1)
-    # The post's own order, the error of the undecayed state, is another function.
-    S = np.zeros((2, 2, 4, 6))
-    for t in range(9):
-        u = beta[:, t, :, None] * (v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], S))
-        S = alpha[:, t, :, None, None] * S + k[:, t, :, :, None] * u[:, :, None]
-    assert np.linalg.norm(S - state) > 0.01 * np.linalg.norm(S)
-
-
 def test_norm_and_mlp():
     norm = drawn(lambda rngs: RMSNorm(8, eps=1e-6, dtype=jnp.bfloat16))
     mlp, x = drawn(lambda rngs: SwiGLU(8, 16, rngs=rngs)), inputs(3, 8) * 1000
@@ -172,9 +146,3 @@ def test_call_errors(layer):
     for message, x, options in cases:
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(lambda x=x, options=options: layer(x, **options))
-    with pytest.raises(ValueError, match="d_v: expected a multiple of num_heads = 2, got 5"):
-        SmallGatedDeltaNet(8, 5, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="d_k: expected heads of width up to 256, got 300"):
-        SmallGatedDeltaNet(600, 8, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"implementation: expected one of .*, got 'triton'"):
-        SmallGatedDeltaNet(8, 8, 2, implementation="triton", rngs=nnx.Rngs(0))

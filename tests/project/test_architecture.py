@@ -156,7 +156,6 @@ ROOMS: dict[str, set[str]] = {
     },
     "adapters": {"shapes", "gdn_jax", "parallel", "serving"},
     "layers.blocks": {"shapes", "parts.products", "parts", "parallel"},
-    "small_layer": {"shapes", "gates", "rule.implementations", "rule.ops"},
     "rules": {
         "shapes",
         "gates",
@@ -255,7 +254,6 @@ OUTSIDE: dict[str, set[str]] = {
     "parallel": {"optax"},
     "inspect.plots": {"matplotlib"},
     "layers.blocks": {"flax"},
-    "small_layer": {"flax"},
     "layers": {"flax"},
     "models": {"flax"},
     "hf": {"flax", "tokenizers"},
