@@ -6,6 +6,7 @@ flax's own layers; the norm is float32 in any case.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -54,30 +55,21 @@ class TokenMixer(Protocol):
         ...
 
 
-def from_stream(
-    part: Callable[..., Any],
-    norm: "RMSNorm",
-    x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Addend | Parts | None,
-    **options: Any,
-) -> tuple[Float[Array, "*S D"], Any]:
-    """A part of a block, called with the norm of the residual stream.
+def from_stream(part: Callable[..., Any]) -> Callable[..., tuple[Float[Array, "*S D"], Any]]:
+    """How a part of a block is called with a norm: `from_stream(part)(norm, x, y, **options)`.
 
     A part that can do more with the stream and the norm than normalise first has a method of this name with the same
-    results, `part.from_stream(norm, x, y, **options)`.
+    results.
 
     Args:
       part: a mixer, an MLP, or a function in the place of one.
-      norm: the norm before it.
-      x: residual stream.
-      y: what is added to the stream first, for one token also in parts [P, .., D], see `whole`; None: nothing.
-      options: of the part.
 
     Returns:
-      x + y in x's dtype, and what the part returns.
+      A function of the norm before the part; the residual stream x; what is added to the stream first, for one token
+      also in parts [P, .., D], see `whole`, or None for nothing; and options of the part. It returns x + y in x's
+      dtype, and what the part returns.
     """
-    own = getattr(part, "from_stream", None)
-    return normalise_first(part, norm, x, y, **options) if own is None else own(norm, x, y, **options)
+    return getattr(part, "from_stream", None) or partial(normalise_first, part)
 
 
 def normalise_first(

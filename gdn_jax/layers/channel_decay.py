@@ -23,7 +23,7 @@ from gdn_jax.layers import blocks
 from gdn_jax.layers.options import check_positive
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
 from gdn_jax.layers.stacks import ProjectionStack, stack_of
-from gdn_jax.parallel.token_shards import delta_rule_on_mesh
+from gdn_jax.parallel.token_shards import DELTA_RULE
 from gdn_jax.parts.channel_gates import channel_gates
 from gdn_jax.parts.norms import gated_norm, gated_norm_of_channels
 from gdn_jax.parts.short_conv import KeyHeads
@@ -273,7 +273,7 @@ class ChannelDecayMixer(RecurrentMixer):
             o, state = delta_step(q, k, v, g, beta, initial_state, erase=erase, write=write)
             return o[:, None], state
         q, k, v, g, beta, erase, write = inputs
-        return delta_rule_on_mesh(
+        return DELTA_RULE.here()(
             *(q, k, v, g, beta),
             erase=erase,
             write=write,

@@ -122,7 +122,8 @@ class GatedDeltaNet(RecurrentMixer):
         (sizes, weights), ids, return_cache = found, options.get("segment_ids"), options.get("return_cache")
         self._check_call(x, None, None, ids, None, return_cache)
         x, normalized, (inputs,) = norm.add_folded(x, y, weights.inputs, product=sizes.product)
-        return x, self._mix(sizes, weights._replace(inputs=inputs), normalized, ids, return_cache)
+        out, conv, state = mixer.mix(sizes, normalized, weights._replace(inputs=inputs), ids)
+        return x, (out, _cache_of(conv, state, return_cache))
 
     def rule_inputs(
         self,
@@ -205,14 +206,16 @@ class GatedDeltaNet(RecurrentMixer):
         return KeyHeads(self.num_heads, self.head_dim, self.rule.unit_length)
 
     def _rule(self):
-        options: Any = dict(normalized=True, implementation=self.implementation, layer=self.layer)
-        return partial(rules.apply, self.rule, **options)
+        return partial(self.rule, normalized=True, implementation=self.implementation, layer=self.layer)
 
     def _by_kernels(self, x, cache, segment_ids, return_cache):
         if cache is not None:
             return self._one_token(x, cache)
-        found = self._as_one(x)
-        return None if found is None else self._mix(*found, x, segment_ids, return_cache)
+        if (found := self._as_one(x)) is None:
+            return None
+        sizes, weights = found
+        y, conv, state = mixer.mix(sizes, x, weights, segment_ids)
+        return y, _cache_of(conv, state, return_cache)
 
     def _as_one(self, x) -> tuple[mixer.Mixer, mixer.Weights] | None:
         """The layer as `parts.mixer` takes it for whole rows x without a past; None where it does not."""
@@ -232,11 +235,6 @@ class GatedDeltaNet(RecurrentMixer):
         parameters = filters, self.A_log[...], self.dt_bias[...], None if bias is None else bias[...]
         inputs, norm = mixer.side_by_side(sizes, before, gate), self.o_norm.scale(jnp.float32)
         return sizes, mixer.Weights(inputs, *parameters, norm, output)
-
-    def _mix(self, sizes, weights, x, segment_ids, return_cache):
-        """`__call__` by `parts.mixer`."""
-        y, conv, state = mixer.mix(sizes, x, weights, segment_ids)
-        return y, None if state is None or not return_cache else GatedDeltaNetCache(conv, state)
 
     def _one_token(self, x, cache):
         """`__call__` of one token of every row by `parts.token`; None where its kernels do not take it."""
@@ -292,3 +290,8 @@ class GatedDeltaNet(RecurrentMixer):
         if self.attends and (return_cache or cache is not None or mask is not None):
             name = "mask" if mask is not None else "cache" if cache is not None else "return_cache"
             raise NotImplementedError(f"{name}: softmax_attention keeps no state and takes whole rows only")
+
+
+def _cache_of(conv: Array, state: Array | None, wanted: bool | None) -> GatedDeltaNetCache | None:
+    """The cache after a row; None where nobody asks, and of a rule without a state."""
+    return None if state is None or not wanted else GatedDeltaNetCache(conv, state)

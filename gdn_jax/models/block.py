@@ -116,8 +116,9 @@ class Block(nnx.Module):
         Returns:
           The stream after the mixer, what the MLP adds to it, and the mixer's cache.
         """
-        x, (y, cache) = from_stream(self.mixer if mix is None else mix, self.mixer_norm, x, y, **options)
-        return *from_stream(self.mlp, self.mlp_norm, x, y), cache
+        mix = from_stream(self.mixer if mix is None else mix)
+        x, (y, cache) = mix(self.mixer_norm, x, y, **options)
+        return *from_stream(self.mlp)(self.mlp_norm, x, y), cache
 
 
 class ReorderedBlock(Block):

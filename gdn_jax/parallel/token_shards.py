@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,29 @@ from gdn_jax.rule import arguments, ops
 from gdn_jax.rule.product import product_by
 
 
+class ByTokens(NamedTuple):
+    """A rule of q, k, v and gates over rows, whose tokens a mesh may split over devices.
+
+    Fields:
+      whole: the operation on whole rows.
+      split: the same of `gdn_jax.parallel.context`, on the tokens of one device.
+    """
+
+    whole: Callable[..., Any]
+    split: Callable[..., Any]
+
+    def here(self) -> Callable[..., Any]:
+        """Chooses: `whole`, or, where a mesh has a context axis, `split` on the tokens of each device."""
+        sizes = axes_set()
+        if sizes is None or sizes[CONTEXT] == 1:
+            return self.whole
+        return partial(_over_tokens, self.split, sizes)
+
+
+GATED_DELTA_RULE = ByTokens(ops.gated_delta_rule, context.gated_delta_rule)
+DELTA_RULE = ByTokens(ops.delta_rule, context.delta_rule)
+
+
 def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
     """`gdn_jax.gated_delta_rule`, on a mesh too: by `context.gated_delta_rule` where there is a context axis.
 
@@ -34,20 +57,17 @@ def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tupl
       ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where the devices along context do
         not divide the tokens.
     """
-    return _on_mesh(ops.gated_delta_rule, context.gated_delta_rule, (q, k, v, g, beta), {}, options)
+    return GATED_DELTA_RULE.here()(q, k, v, g, beta, **options)
 
 
-def delta_rule_on_mesh(
-    q, k, v, g=None, beta=None, *, erase=None, write=None, **options: Any
-) -> tuple[jax.Array, jax.Array]:
+def delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
     """`gdn_jax.delta_rule`, on a mesh too: by `context.delta_rule` where there is a context axis.
 
     Raises:
       ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where the devices along context do not
         divide the tokens.
     """
-    apart = dict(erase=erase, write=write)
-    return _on_mesh(ops.delta_rule, context.delta_rule, (q, k, v, g, beta), apart, options)
+    return DELTA_RULE.here()(q, k, v, g, beta, **options)
 
 
 def gated_delta_product_on_mesh(
@@ -63,30 +83,23 @@ def gated_delta_product_on_mesh(
     return product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
 
 
-def _on_mesh(
-    rule: Callable[..., Any],
-    over_tokens: Callable[..., Any],
-    tokens: tuple[Any, ...],
-    apart: dict[str, Any],
-    options: dict[str, Any],
+def _over_tokens(
+    rule: Callable[..., Any], sizes: dict[str, int], q, k, v, g=None, beta=None, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """rule(*tokens, **apart, **options), or the same by over_tokens where tokens are split over the context axis."""
-    sizes = axes_set()
-    if sizes is None or sizes[CONTEXT] == 1:
-        return rule(*tokens, **apart, **options)
-    q, k, v, *_ = tokens
+    """A rule of tokens that are split over the context axis."""
     check_tokens(q.shape[1], sizes)
+    apart = {name: options.pop(name) for name in ("erase", "write") if name in options}
     arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     if isinstance(options.get("scale"), jax.Array):
         arrays["scale"] = options.pop("scale")
     rows = None if arrays["cu_seqlens"] is not None else dividing(sizes, DATA, q.shape[0])
     axes = ShardAxes(rows, dividing(sizes, HEAD, math.gcd(q.shape[2], k.shape[2], v.shape[2])))
-    return _over_tokens(over_tokens, axes, tuple(options.items()), tokens, apart, arrays)
+    return _rule_over_tokens(rule, axes, tuple(options.items()), (q, k, v, g, beta), apart, arrays)
 
 
 # Compiled by itself, so that the layers of a model share what is traced and lowered of one.
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _over_tokens(
+def _rule_over_tokens(
     rule: Callable[..., Any], axes: ShardAxes, options: tuple[tuple[str, Any], ...], tokens, apart, arrays
 ):
     def local(tokens, apart, arrays):

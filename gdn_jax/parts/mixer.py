@@ -12,6 +12,7 @@ is, instead of three and their sum.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -221,10 +222,6 @@ def _heads(mixer, c):
     return c.reshape(*c.shape[:2], -1, mixer.v_width)
 
 
-def _forward(mixer, *arguments):
-    return _run(mixer, *arguments, differentiate=True)
-
-
 def _backward(mixer: Mixer, saved: _Saved, cotangents):
     (dy, dstate), count = cotangents, None
     assert saved.through_rule is not None
@@ -258,4 +255,4 @@ def _alone(mixer, *arguments):
     return _run(mixer, *arguments, differentiate=False)[0]
 
 
-_mix = fused_op(_forward, _backward, alone=_alone, symbolic_zeros=True)
+_mix = fused_op(partial(_run, differentiate=True), _backward, alone=_alone, symbolic_zeros=True)

@@ -2,13 +2,13 @@
 
 from functools import partial
 
-from gdn_jax.parallel.token_shards import gated_delta_rule_on_mesh
+from gdn_jax.parallel.token_shards import GATED_DELTA_RULE
 from gdn_jax.rule.ops import gated_delta_step
 from gdn_jax.rules.rule import Rule
 
 DELTA = Rule(
     "delta",
-    gated_delta_rule_on_mesh,
+    GATED_DELTA_RULE,
     gates=("beta",),
     options=("initial_state", "cu_seqlens", "segment_ids", "implementation"),
     step=partial(gated_delta_step, g=None),

@@ -1,12 +1,12 @@
 """The gated delta rule, S <- exp(g) S; S <- S + beta k (v - k^T S)^T: decay and correction."""
 
-from gdn_jax.parallel.token_shards import gated_delta_rule_on_mesh
+from gdn_jax.parallel.token_shards import GATED_DELTA_RULE
 from gdn_jax.rule.ops import gated_delta_step
 from gdn_jax.rules.rule import Rule
 
 GATED_DELTA = Rule(
     "gated_delta",
-    gated_delta_rule_on_mesh,
+    GATED_DELTA_RULE,
     gates=("g", "beta"),
     options=("initial_state", "cu_seqlens", "segment_ids", "implementation"),
     step=gated_delta_step,

@@ -13,7 +13,18 @@ import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm
+from gdn_jax.parallel.token_shards import ByTokens
 from gdn_jax.parts.kernels import usable
+from gdn_jax.shapes import (
+    Keys,
+    LogDecay,
+    Offsets,
+    Outputs,
+    Queries,
+    SegmentIds,
+    Strength,
+    Values,
+)
 
 
 class RuleInputs(NamedTuple):
@@ -33,10 +44,6 @@ class RuleInputs(NamedTuple):
     beta: Float[Array, "B T HV"]
 
 
-_MAY_IGNORE = ("implementation", "layer")
-"""Options of a call that change no result, so that a rule need not take them."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A rule that a token mixer may have.
@@ -44,6 +51,7 @@ class Rule:
     Fields:
       name: its name in `GatedDeltaNet(rule=...)` and in sweeps, where it is in the table, and in messages.
       rows: rows(q, k, v, **gates, **options) -> (o, final states), over whole rows; None as states where it has none.
+        A `ByTokens` where a mesh may split the tokens of rows.
       gates: names of the gates that it reads.
       options: names of the options of a call that `rows` takes: "initial_state", "cu_seqlens", "segment_ids",
         "implementation" and "layer". A call with one of the first three is refused where it is not named.
@@ -54,7 +62,7 @@ class Rule:
     """
 
     name: str
-    rows: Callable[..., tuple[jax.Array, jax.Array | None]]
+    rows: Callable[..., tuple[jax.Array, jax.Array | None]] | ByTokens
     gates: tuple[str, ...]
     options: tuple[str, ...]
     step: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -64,37 +72,63 @@ class Rule:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether a mesh may split the tokens of rows."""
+        return isinstance(self.rows, ByTokens)
+
     def __call__(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        gates: Mapping[str, jax.Array],
+        q: Queries,
+        k: Keys,
+        v: Values,
+        g: LogDecay | None = None,
+        beta: Strength | None = None,
         *,
-        normalized: bool,
-        **options: Any,
-    ) -> tuple[jax.Array, jax.Array | None]:
+        normalized: bool = False,
+        initial_state: Float[Array, "N HO K V"] | None = None,
+        cu_seqlens: Offsets | None = None,
+        segment_ids: SegmentIds | None = None,
+        implementation: str | None = None,
+        layer: int = 0,
+        **gates: jax.Array,
+    ) -> tuple[Outputs, Float[Array, "N HO K V"] | None]:
         """Runs the rule on what it takes of a mixer's gates and of a call's options.
+
+        Args:
+          q, k, v, g, beta: as for `gated_delta_rule`, q and k of any length.
+          normalized: q and k have the length that the rule wants; False gives it to them.
+          initial_state, cu_seqlens, segment_ids: as for `gated_delta_rule`.
+          implementation: of the delta rules. The linear ones have one implementation, in plain JAX; softmax attention
+            chooses its own. Both warn where "mosaic_gpu" is named.
+          layer: of softmax attention, see there.
+          gates: others that the rule's `gates` name.
+
+        Returns:
+          o, and the final states (None for softmax_attention).
 
         Raises:
           NotImplementedError: an option is given that the rule refuses or does not take.
         """
+        given = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
         for name, reason in self.refuses.items():
-            if options[name] is not None:
+            if given[name] is not None:
                 raise NotImplementedError(f"{name}: {reason}")
         if "implementation" not in self.options:  # a warning where kernels are named
-            usable(f"the rule {self.name}", options["implementation"], "it has no kernels")
+            usable(f"the rule {self.name}", implementation, "it has no kernels")
         if self.unit_length and not normalized:
             q, k = l2norm(q), l2norm(k)
-        read = {name: gates[name] for name in self.gates}
-        state = options["initial_state"]
-        if self.step is None or q.shape[1] != 1 or state is None or options["cu_seqlens"] is not None:
-            for name, value in options.items():
-                if value is not None and name not in (*self.options, *_MAY_IGNORE):
+        known: dict[str, Any] = gates | {"g": g, "beta": beta}
+        read = {name: known[name] for name in self.gates}
+        if self.step is None or q.shape[1] != 1 or initial_state is None or cu_seqlens is not None:
+            for name, value in given.items():
+                if value is not None and name not in self.options:
                     raise NotImplementedError(
                         f"{name}: expected None, for the rule {self.name} does not take it"
                     )
-            return self.rows(q, k, v, **read, **{name: options[name] for name in self.options})
+            rows = self.rows.here() if isinstance(self.rows, ByTokens) else self.rows
+            options = given | dict(implementation=implementation, layer=layer)
+            return rows(q, k, v, **read, **{name: options[name] for name in self.options})
         one = {name: gate[:, 0] for name, gate in read.items()}
-        o, state = self.step(q[:, 0], k[:, 0], v[:, 0], **one, state=state)
+        o, state = self.step(q[:, 0], k[:, 0], v[:, 0], **one, state=initial_state)
         return o[:, None], state

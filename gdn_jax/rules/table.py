@@ -1,5 +1,7 @@
 """The rules that are compared, by name."""
 
+from typing import Any
+
 from jaxtyping import Array, Float
 
 from gdn_jax.rules.delta import DELTA
@@ -8,23 +10,12 @@ from gdn_jax.rules.linear_attention import LINEAR_ATTENTION
 from gdn_jax.rules.mamba2 import MAMBA2
 from gdn_jax.rules.rule import Rule
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
-from gdn_jax.shapes import (
-    ArgumentError,
-    Keys,
-    LogDecay,
-    Offsets,
-    Outputs,
-    Queries,
-    SegmentIds,
-    Strength,
-    Values,
-    check_choice,
-)
+from gdn_jax.shapes import ArgumentError, Keys, LogDecay, Outputs, Queries, Strength, Values, check_choice
 
 RULES: dict[str, Rule] = {
     rule.name: rule for rule in (LINEAR_ATTENTION, MAMBA2, DELTA, GATED_DELTA, SOFTMAX_ATTENTION)
 }
-"""Rules by name; called through `apply`."""
+"""Rules by name. A rule is called, or applied by its name with `apply`."""
 
 
 def find(rule: str | Rule) -> Rule:
@@ -51,30 +42,13 @@ def wants_unit_length(rule: str | Rule) -> bool:
 
 
 def apply(
-    rule: str | Rule,
-    q: Queries,
-    k: Keys,
-    v: Values,
-    g: LogDecay,
-    beta: Strength,
-    *,
-    normalized: bool = False,
-    initial_state: Float[Array, "N HO K V"] | None = None,
-    cu_seqlens: Offsets | None = None,
-    segment_ids: SegmentIds | None = None,
-    implementation: str | None = None,
-    layer: int = 0,
+    rule: str | Rule, q: Queries, k: Keys, v: Values, g: LogDecay, beta: Strength, **options: Any
 ) -> tuple[Outputs, Float[Array, "N HO K V"] | None]:
     """Applies a rule; see the room's docstring.
 
     Args:
       rule: a name of `RULES`, or a rule that is not there.
-      q, k, v, g, beta: as for `gated_delta_rule`, q and k of any length.
-      normalized: q and k have the length that the rule wants; False gives it to them.
-      initial_state, cu_seqlens, segment_ids: as for `gated_delta_rule`.
-      implementation: of the delta rules. The linear ones have one form, in plain JAX; softmax attention chooses its
-        own. Both warn where "mosaic_gpu" is named.
-      layer: of softmax attention, see there.
+      q, k, v, g, beta, options: as for a call of a `Rule`.
 
     Returns:
       o, and the final states (None for softmax_attention).
@@ -83,14 +57,4 @@ def apply(
       ValueError: no rule has that name.
       NotImplementedError: the rule cannot run with these arguments, with the reason.
     """
-    options = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-    return find(rule)(
-        q,
-        k,
-        v,
-        {"g": g, "beta": beta},
-        normalized=normalized,
-        implementation=implementation,
-        layer=layer,
-        **options,
-    )
+    return find(rule)(q, k, v, g, beta, **options)

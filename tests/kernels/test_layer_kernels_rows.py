@@ -283,12 +283,12 @@ def layer_of_one_product(small, monkeypatch, hidden: int, parts: int, heads: int
         for name in ("chunked", None)
     )
     norm = RMSNorm(hidden, implementation="chunked")
-    want = from_stream(plain, norm, x, jnp.sum(y, axis=0)[None], cache=cache)
+    want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
     for names in inference.GROUPS:
         group_projections(layer, names, layer.head_v_dim if "g_proj" in names else 1)
     for module, name in ((conv_update, "conv_update"), (channel_step, "channel_step")):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
-    after, (out, behind) = from_stream(layer, norm, x, y, cache=cache)
+    after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
     got = after, (whole(out, x), behind)
     for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         close(expected, result, "token", sums=sums)
@@ -367,11 +367,11 @@ def test_a_layer_of_latents(small):
     x, y = draw(1, 1, 256), draw(1, 1, 256)
     k, v = (draw(1, 8, 1, width, dtype="bfloat16") for width in plain.cache_widths)
     cache = FixedAttentionCache(k, v, put([5], jnp.int32))
-    _, (o, after) = from_stream(plain, norm, x, y, cache=cache)
+    _, (o, after) = from_stream(plain)(norm, x, y, cache=cache)
     for names in inference.GROUPS:
         group_projections(layer, names)
     layer.read_by_rows()
-    _, (p, new) = from_stream(layer, norm, x, y, cache=cache)
+    _, (p, new) = from_stream(layer)(norm, x, y, cache=cache)
     assert (small["stream_product"], small["latent_row"]) == (2, 1)
     # The projections, their norms, the turn, the cache, the weights of values, what heads see, gates and the output.
     close(fused_oracle.wide(o), p, "o", 8)
@@ -394,7 +394,7 @@ def test_tokens_of_latents():
     @jax.jit
     def both(x, y, k, v):
         cache = FixedAttentionCache(k, v, put([4, 1]))
-        return [from_stream(part, norm, x, y, cache=cache) for part in (plain, layer)]
+        return [from_stream(part)(norm, x, y, cache=cache) for part in (plain, layer)]
 
     for want, got in zip(*map(jax.tree.leaves, both(x, y, k, v)), strict=True):
         np.testing.assert_allclose(want, got, atol=1e-5)
@@ -415,9 +415,9 @@ def test_a_mixture_of_one_row(small, shared_gate, kernels):
     layer, draw, norm = Experts(256, config, **options), draws(2), RMSNorm(256, dtype=jnp.bfloat16)
     x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
     plain = Experts(256, config, implementation="chunked", **options | {"rngs": nnx.Rngs(0)})
-    want = from_stream(plain, RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
+    want = from_stream(plain)(RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
     layer.read_by_rows(1)
-    got = from_stream(layer, norm, x, y)
+    got = from_stream(layer)(norm, x, y)
     assert small == dict.fromkeys(kernels, 1)
     close(want[0], got[0], "stream")
     # The plain form rounds the norm, h, what each expert makes, and both sums.

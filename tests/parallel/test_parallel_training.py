@@ -82,13 +82,13 @@ def test_three_steps_with_latent_attention_and_experts():
 
 def test_layers_share_what_is_traced(monkeypatch):
     """The rule over tokens is traced once, in however many layers."""
-    calls, rule = [], context.gated_delta_rule
+    calls, split = [], context._split
 
-    def counted(*args, **options):
-        calls.append(options["axis_name"])
-        return rule(*args, **options)
+    def counted(call, x, scale, implementation, axis_name, by):
+        calls.append(axis_name)
+        return split(call, x, scale, implementation, axis_name, by)
 
-    monkeypatch.setattr(context, "gated_delta_rule", counted)
+    monkeypatch.setattr(context, "_split", counted)
     config = dataclasses.replace(CONFIG, num_layers=3)
     graphdef, params, rest = nnx.split(
         nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param, ...

@@ -3,15 +3,19 @@
 import pathlib
 import sys
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import gdn_jax
 import pallas_kernels
 from gdn_jax import serving
+from gdn_jax.layers import GatedDeltaNet, KimiDeltaAttention
+from gdn_jax.models import LanguageModel, ModelConfig
 from pallas_kernels.device import launch
 
 FOLDERS = tuple(str(pathlib.Path(package.__file__).parent) for package in (gdn_jax, pallas_kernels))
@@ -87,3 +91,36 @@ def test_decode(monkeypatch):
             found = functions_up_to(kernel, patch, call, *tokens(7), arrays, *rest)
         assert found[0] == "decode" and found[-1] == "launch"
         assert len(found) <= 8, found
+
+
+def test_layers(monkeypatch):
+    """From a layer's call to the kernel of its rule, where the parts around the rule are plain JAX."""
+    for layer, kernel, most in (
+        (GatedDeltaNet, "outputs", 12),
+        (KimiDeltaAttention, "channel_outputs", 10),
+    ):
+        options: Any = dict(num_heads=2, head_dim=64, dtype=jnp.bfloat16)
+        made = nnx.eval_shape(lambda layer=layer, options=options: layer(32, **options, rngs=nnx.Rngs(0)))
+        structure, state = nnx.split(made)
+
+        def call(state, x, mask, structure=structure):
+            return nnx.merge(structure, state)(x, mask=mask)
+
+        x = S((1, 128, 32), jnp.bfloat16)
+        with monkeypatch.context() as patch:
+            found = functions_up_to(kernel, patch, call, state, x, S((1, 128), bool))
+        assert found[0] == "RecurrentMixer.__call__" and found[-1] == "launch"
+        assert len(found) <= most, found
+
+
+def test_a_model_in_training(monkeypatch):
+    """From a model's call under a gradient to the rule's kernel, through a layer that is one operation."""
+    config = ModelConfig(16, 32, num_layers=1, num_heads=16, head_dim=64, expand_v=1.0, dtype="bfloat16")
+    structure, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+
+    def loss(state, tokens):
+        return jnp.sum(nnx.merge(structure, state)(tokens)[0])
+
+    found = functions_up_to("outputs", monkeypatch, jax.grad(loss), state, S((2, 256), jnp.int32))
+    assert found[0] == "LanguageModel.__call__" and "GatedDeltaNet.from_stream" in found
+    assert len(found) <= 19, found

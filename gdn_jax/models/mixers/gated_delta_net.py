@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
+from gdn_jax import rules
 from gdn_jax.gates import MAX_RATE
 from gdn_jax.layers import GatedDeltaNet, RecurrentMixer
 from gdn_jax.layers.options import check_options, check_sizes
@@ -33,4 +34,4 @@ class GatedDeltaNetMixer(Mixer):
 
     def splits_tokens(self, config: Any) -> bool:
         """See `Mixer.splits_tokens`: the delta rules do."""
-        return config.rule in ("gated_delta", "delta")
+        return rules.find(config.rule).splits_tokens
