@@ -12,8 +12,8 @@ from typing import Any
 from gdn_jax.hf import kda_decoder, own
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
+from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.models.config import ModelConfig
-from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 
 DEFAULTS = kda_decoder.DEFAULTS | {
     "rms_norm_eps": 1e-6,

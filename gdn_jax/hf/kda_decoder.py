@@ -12,8 +12,8 @@ from gdn_jax.hf import own, qwen3_next
 from gdn_jax.hf.family import Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.weights import Weight, convolution, projection, reshaped, same, separate_experts
+from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.models.config import ExpertsConfig, LatentAttentionConfig, ModelConfig, SigmoidRouting
-from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 
 DEFAULTS = {
     "hidden_act": "silu",

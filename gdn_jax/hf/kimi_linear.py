@@ -11,8 +11,8 @@ from gdn_jax.commands.errors import brief
 from gdn_jax.hf import kda_decoder, own
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
+from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.models.config import ModelConfig
-from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 
 PUBLISHED = {
     "linear_num_heads": "num_heads",

@@ -13,9 +13,9 @@ from gdn_jax.hf import own, qwen3_next
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import LAYER_TYPES, Fields
 from gdn_jax.hf.weights import Weight, fused_experts, projection, rows, same
+from gdn_jax.layers.gated_delta_net import GatedDeltaNetMixer
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
-from gdn_jax.models.mixers.gated_delta_net import GatedDeltaNetMixer
 
 DEFAULTS = {
     "hidden_act": "silu",

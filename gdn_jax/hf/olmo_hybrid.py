@@ -12,9 +12,9 @@ from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.qwen3_next import swiglu_weights
 from gdn_jax.hf.weights import Weight, convolution, projection, same
+from gdn_jax.layers.gated_delta_net import GatedDeltaNetMixer
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
-from gdn_jax.models.mixers.gated_delta_net import GatedDeltaNetMixer
 
 MIXER_NORM_EPS = 1e-5
 """Epsilon of the norm at the output of a GatedDeltaNet, whatever rms_norm_eps is."""

@@ -22,9 +22,9 @@ from gdn_jax.hf.weights import (
     same,
     separate_experts,
 )
+from gdn_jax.layers.gated_delta_net import GatedDeltaNetMixer
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, ModelConfig
-from gdn_jax.models.mixers.gated_delta_net import GatedDeltaNetMixer
 
 DEFAULTS = {
     "hidden_act": "silu",

@@ -20,9 +20,9 @@ from gdn_jax.hf.families import describe
 from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.inspect.analysis import memory_horizon
+from gdn_jax.layers.mixer import MixerCosts, Start
 from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, shapes, title
-from gdn_jax.models.mixers.mixer import MixerCosts, Start
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import slot_bytes
 from gdn_jax.parallel import sharding

@@ -1,76 +1,32 @@
 """Figures of `gdn_jax.inspect.analysis`: one function per figure, arrays in, matplotlib Axes out.
 
 Every function draws on `ax`, or on a new figure where that is None, and returns the Axes. matplotlib comes with the
-extra `gdn-jax[experiments]` and is imported by the first figure. Colours are those of Okabe and Ito, and for rules
-beyond these of Paul Tol, which differ for colour-blind readers; `COLORS`, and line styles beside them, also survive
-a print in grey. A rule looks alike in every figure of the project, and no other has its colour: `STYLES` says how,
-and in which order rules stand.
+extra `gdn-jax[experiments]` and is imported by the first figure. A rule looks alike in every figure of the project:
+`STYLES` says how, and in which order rules stand.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from gdn_jax.inspect.analysis import apply_householder, effective_rank, layer_half_lives
+from gdn_jax.styles import COLORS, Style
+from gdn_jax.training.mixers import MIXERS
 
-BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-ORANGE, SKY, BLACK, GREY = "#E69F00", "#56B4E9", "#000000", "#777777"
-OLIVE, WINE, ROSE, TEAL, INDIGO, BROWN = "#999933", "#882255", "#CC6677", "#44AA99", "#332288", "#7F4F24"
-COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 LINE_STYLES = ("-", "--", "-.", ":")
-
-
-class Style(NamedTuple):
-    """Look of a rule: told apart in grey as well.
-
-    Fields:
-      color: one of those above.
-      marker, fill: matplotlib's marker and filling of it.
-      line: matplotlib's line style.
-      words: what a label of the rule has in it, in lower case; the longest of all styles counts.
-    """
-
-    color: str
-    marker: str
-    fill: str
-    line: Any
-    words: tuple[str, ...]
-
-
-STYLES: dict[str, Style] = {
-    "linear_attention": Style(GREY, "v", "none", ":", ("linear attention",)),
-    "mamba2": Style(ORANGE, "s", "full", "--", ("gate alone", "mamba2")),
-    "delta_net": Style(GREEN, "^", "full", "-.", ("delta rule", "deltanet")),
-    "gated_delta_net": Style(BLUE, "o", "full", "-", ("gated delta rule", "gated deltanet")),
-    "gated_delta_net_neg": Style(
-        VERMILION, "D", "none", "-", ("gated deltanet, beta to 2", "gated delta rule, beta to 2")
-    ),
-    "softmax_attention": Style(BLACK, "x", "full", (0, (4, 1, 1, 1, 1, 1)), ("softmax attention",)),
-    "transformer": Style(BROWN, "*", "none", (0, (3, 1)), ("transformer",)),
-    "gla": Style(OLIVE, "<", "none", (0, (5, 1)), ("gated linear attention",)),
-    "kda": Style(WINE, ">", "full", (0, (5, 1)), ("kda",)),
-    "kda_lower_bound": Style(ROSE, "8", "none", (0, (5, 1)), ("kda, bounded gate",)),
-    "gated_delta_net_2": Style(TEAL, "p", "full", "-", ("gated deltanet-2",)),
-    "gated_delta_product": Style(INDIGO, "2", "full", "--", ("deltaproduct, 2 steps",)),
-    "gated_delta_product_3": Style(INDIGO, "3", "full", "-.", ("deltaproduct, 3 steps",)),
-    "gated_delta_product_4": Style(INDIGO, "4", "full", ":", ("deltaproduct, 4 steps",)),
-    "hybrid": Style(PURPLE, "P", "full", (0, (6, 2)), ("gated deltanet and attention", "hybrid")),
-    "hybrid_control": Style(SKY, "h", "none", (0, (1, 1)), ("hybrid without attention", "hybrid's control")),
-}
-"""Looks of the rules by the name of their mixer, in the order in which figures and tables have them.
-
-DeltaProduct has one colour, and a marker and a line for each number of steps.
-"""
+STYLES: dict[str, Style] = {name: mixer.style for name, mixer in MIXERS.items()}
+"""Looks of the models that are compared, by name, in the order in which figures and tables have them."""
 
 
 def style_of(label: str) -> Style | None:
     """Returns the look of the rule that a label names, or None where it names none."""
     said = label.lower()
-    named = [(len(word), style) for style in STYLES.values() for word in style.words if word in said]
+    words = [(word, style) for style in STYLES.values() for word in (style.label.lower(), *style.words)]
+    named = [(len(word), style) for word, style in words if word in said]
     return max(named, key=lambda found: found[0])[1] if named else None
 
 

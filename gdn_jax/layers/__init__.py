@@ -1,7 +1,8 @@
-"""Token mixers with a recurrent state, one in a file, and beside them what they share.
+"""Token mixers with a recurrent state, one in a file, and next to them what they share.
 
 `recurrent` has what goes around a rule, `channel_decay` the gates of the layers that decay by channels, `options` the
-checks of sizes, and `padding` the padding around a row's tokens.
+checks of sizes, and `padding` the padding around a row's tokens. What a model knows of its layers is in `mixer`, and
+`table` has the layers by name.
 """
 
 from gdn_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache

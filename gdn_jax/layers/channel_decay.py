@@ -8,6 +8,7 @@ o    = delta_rule(q, k, v, g, ...)                            strengths as the l
 y    = (RMSNorm(o) * sigmoid(x Wg1 Wg2, or x Wg)) Wo          the norm over each head
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +19,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.gates import init_A_log, init_dt_bias
+from gdn_jax.gates import MAX_RATE, init_A_log, init_dt_bias
 from gdn_jax.layers import blocks
+from gdn_jax.layers.mixer import (
+    MixerConfig,
+    MixerCosts,
+    Start,
+    decay_at_start,
+    recurrent_costs,
+    strength_at_start,
+)
 from gdn_jax.layers.options import check_positive
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
 from gdn_jax.layers.stacks import ProjectionStack, stack_of
@@ -295,3 +304,39 @@ class ChannelDecayMixer(RecurrentMixer):
         for linear in linears:
             gate = linear(gate)
         return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelMixer(MixerConfig):
+    """A layer of `layers.channel_decay`.
+
+    Fields:
+      gate, lower_bound, gate_rank, output_gate_rank, output_gate_bias, use_A_log: as for `ChannelDecayMixer`.
+    """
+
+    gate: str = "softplus"
+    lower_bound: float = -5.0
+    gate_rank: int | str | None = HEAD_DIM
+    output_gate_rank: int | str | None = HEAD_DIM
+    output_gate_bias: bool = False
+    use_A_log: bool = True
+
+    def __post_init__(self):
+        ranks = dict(gate_rank=self.gate_rank, output_gate_rank=self.output_gate_rank)
+        check_gates(gate=self.gate, lower_bound=self.lower_bound, **ranks)
+
+    def costs(self, config: Any, L: int) -> MixerCosts:
+        """See `MixerConfig.costs`: a decay of each key channel is kept; products with decays are not counted."""
+        return recurrent_costs(config, L, gates=config.head_dim)
+
+    def splits_tokens(self, config: Any) -> bool:
+        """See `MixerConfig.splits_tokens`."""
+        del config
+        return True
+
+    def start(self, config: Any, time_step: float) -> Start | None:
+        """See `MixerConfig.start`."""
+        rate = -self.lower_bound if self.gate == "lower_bound" else (LEAST_RATE + MAX_RATE) / 2
+        if self.gate == "softplus" and not self.use_A_log:
+            rate = 1.0
+        return Start(decay_at_start(time_step, rate), strength_at_start(config))

@@ -5,9 +5,10 @@ token of every row on states that are changed in place, `parts.token`. All else 
 `rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from gdn_jax import rules
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm, normalise_first
+from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at_start
+from gdn_jax.layers.options import check_sizes
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
 from gdn_jax.parts import mixer, token
 from gdn_jax.parts.norms import gated_norm
@@ -295,3 +298,32 @@ class GatedDeltaNet(RecurrentMixer):
 def _cache_of(conv: Array, state: Array | None, wanted: bool | None) -> GatedDeltaNetCache | None:
     """The cache after a row; None where nobody asks, and of a rule without a state."""
     return None if state is None or not wanted else GatedDeltaNetCache(conv, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetMixer(MixerConfig):
+    """`GatedDeltaNet`; `ModelConfig.rule` is its rule."""
+
+    name: ClassVar = "gated_delta_net"
+    layer: ClassVar = GatedDeltaNet
+
+    def check(self, config: Any) -> None:
+        """See `MixerConfig.check`."""
+        check_sizes(**config.options_of(check_sizes))
+        rules.find(config.rule)
+
+    def start(self, config: Any, time_step: float) -> Start | None:
+        """See `MixerConfig.start`."""
+        rule = rules.find(config.rule)
+        decays = "g" in rule.gates
+        if rule.erases is None or not (decays or rule.erases):
+            return None
+        g = decay_at_start(time_step) if decays else 0.0
+        return Start(g, strength_at_start(config) if rule.erases else 0.0)
+
+    def splits_tokens(self, config: Any) -> bool:
+        """See `MixerConfig.splits_tokens`: the delta rules do."""
+        return rules.find(config.rule).splits_tokens
+
+
+MIXERS: dict[str, MixerConfig] = {"gated_delta_net": GatedDeltaNetMixer(style=GATED_DELTA.style)}

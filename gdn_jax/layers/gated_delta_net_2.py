@@ -1,13 +1,18 @@
 """Gated DeltaNet-2: what is erased of each key channel apart from what is written to each value channel."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array
 
 from gdn_jax.gates import write_strength
 from gdn_jax.layers import blocks
-from gdn_jax.layers.channel_decay import ChannelDecayMixer
+from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelMixer
+from gdn_jax.layers.mixer import MixerConfig, MixerCosts, recurrent_costs
+from gdn_jax.layers.options import value_width
+from gdn_jax.styles import TEAL, Style
 
 
 class GatedDeltaNet2(ChannelDecayMixer):
@@ -49,3 +54,21 @@ class GatedDeltaNet2(ChannelDecayMixer):
         """See `ChannelDecayMixer.strengths`: what is erased of key channels and written to value channels."""
         assert w is not None
         return None, write_strength(b, allow_neg_eigval=self.allow_neg_eigval), write_strength(w)
+
+
+@dataclasses.dataclass(frozen=True)
+class EraseAndWrite(ChannelMixer):
+    """`GatedDeltaNet2`."""
+
+    name: ClassVar = "gated_delta_net_2"
+    layer: ClassVar = GatedDeltaNet2
+
+    def costs(self, config: Any, L: int) -> MixerCosts:
+        """See `MixerConfig.costs`: decays and both strengths of each channel are kept."""
+        K = config.head_dim
+        return recurrent_costs(config, L, gates=2 * K + value_width(K, config.expand_v))
+
+
+MIXERS: dict[str, MixerConfig] = {
+    "gated_delta_net_2": EraseAndWrite(style=Style(TEAL, "p", "full", "-", "Gated DeltaNet-2"))
+}

@@ -1,7 +1,8 @@
 """Gated DeltaProduct: several steps of the delta rule for every token."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,11 +10,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.layers import blocks
+from gdn_jax.layers.mixer import (
+    MixerConfig,
+    MixerCosts,
+    Start,
+    decay_at_start,
+    recurrent_costs,
+    strength_at_start,
+)
 from gdn_jax.layers.options import check_positive
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
 from gdn_jax.parallel.token_shards import gated_delta_product_on_mesh
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.rule.ops import gated_delta_step
+from gdn_jax.styles import INDIGO, Style
 
 
 class ProductInputs(NamedTuple):
@@ -138,3 +148,47 @@ class GatedDeltaProduct(RecurrentMixer):
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
         return self._gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaProduct(MixerConfig):
+    """`GatedDeltaProduct`.
+
+    Fields:
+      num_householder: steps of a token.
+    """
+
+    name: ClassVar = "gated_delta_product"
+    layer: ClassVar = GatedDeltaProduct
+    reflects: ClassVar = True
+    num_householder: int = 2
+
+    def __post_init__(self):
+        check_positive(num_householder=self.num_householder)
+
+    def costs(self, config: Any, L: int) -> MixerCosts:
+        """See `MixerConfig.costs`: a row has as many tokens as steps."""
+        return recurrent_costs(config, L, steps=self.num_householder)
+
+    def splits_tokens(self, config: Any) -> bool:
+        """See `MixerConfig.splits_tokens`."""
+        del config
+        return True
+
+    def start(self, config: Any, time_step: float) -> Start | None:
+        """See `MixerConfig.start`: a token erases with every step, as much as one step of this strength."""
+        left = (1 - strength_at_start(config) / config.head_dim) ** self.num_householder
+        return Start(decay_at_start(time_step), config.head_dim * (1 - left))
+
+
+def _steps(num_householder: int, line: str) -> DeltaProduct:
+    """All have one colour, and a marker and a line for each number of steps."""
+    style = Style(INDIGO, f"{num_householder}", "full", line, f"DeltaProduct, {num_householder} steps")
+    return DeltaProduct(num_householder, style=style)
+
+
+MIXERS: dict[str, MixerConfig] = {
+    "gated_delta_product": _steps(2, "--"),
+    "gated_delta_product_3": _steps(3, "-."),
+    "gated_delta_product_4": _steps(4, ":"),
+}

@@ -1,10 +1,16 @@
 """Gated linear attention (GLA): a decay of each key channel and no correction, in the layer of KDA."""
 
+import dataclasses
+from typing import Any, ClassVar
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from gdn_jax.gates import write_strength
+from gdn_jax.layers.channel_decay import ChannelMixer
 from gdn_jax.layers.kimi_delta_attention import KimiDeltaAttention
+from gdn_jax.layers.mixer import MixerConfig, Start
+from gdn_jax.styles import OLIVE, Style
 
 
 class GatedLinearAttention(KimiDeltaAttention):
@@ -28,3 +34,21 @@ class GatedLinearAttention(KimiDeltaAttention):
         """See `ChannelDecayMixer.strengths`: nothing is erased; w is what is written."""
         assert w is not None
         return None, write_strength(b), write_strength(w)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedLinear(ChannelMixer):
+    """`GatedLinearAttention`."""
+
+    name: ClassVar = "gla"
+    layer: ClassVar = GatedLinearAttention
+
+    def start(self, config: Any, time_step: float) -> Start | None:
+        """See `MixerConfig.start`: nothing is erased."""
+        start = super().start(config, time_step)
+        return None if start is None else start._replace(beta=0.0)
+
+
+MIXERS: dict[str, MixerConfig] = {
+    "gla": GatedLinear(style=Style(OLIVE, "<", "none", (0, (5, 1)), "gated linear attention"))
+}

@@ -1,7 +1,8 @@
 """Kimi Delta Attention (KDA): the delta rule with a decay of each key channel and one write strength a head."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.gates import write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.blocks import RMSNorm, normalise_first
-from gdn_jax.layers.channel_decay import ChannelDecayMixer
+from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelMixer
+from gdn_jax.layers.mixer import MixerConfig
 from gdn_jax.layers.recurrent import RecurrentCache
 from gdn_jax.parts import channel_token, delta_layer
 from gdn_jax.parts.ahead import read_ahead
@@ -20,6 +22,7 @@ from gdn_jax.parts.row_product import stream_product, takes_stream
 from gdn_jax.parts.token import is_whole
 from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Convolution
+from gdn_jax.styles import ROSE, WINE, Style
 
 
 class _Joined(NamedTuple):
@@ -190,3 +193,19 @@ class KimiDeltaAttention(ChannelDecayMixer):
         ):
             start = None
         return _Joined(product, first(decay), start, first(self.b_proj))
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiDelta(ChannelMixer):
+    """`KimiDeltaAttention`."""
+
+    name: ClassVar = "kda"
+    layer: ClassVar = KimiDeltaAttention
+
+
+MIXERS: dict[str, MixerConfig] = {
+    "kda": KimiDelta(style=Style(WINE, ">", "full", (0, (5, 1)), "KDA")),
+    "kda_lower_bound": KimiDelta(
+        gate="lower_bound", style=Style(ROSE, "8", "none", (0, (5, 1)), "KDA, bounded gate")
+    ),
+}

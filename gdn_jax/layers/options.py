@@ -1,20 +1,12 @@
 """Checks of the options of recurrent layers, which a model's configuration has too, and what follows from them."""
 
 import math
-from typing import Any
 
 import numpy as np
 
-from gdn_jax import rules
 from gdn_jax.parts.conv import MAX_WIDTH, MIN_WIDTH
 from gdn_jax.rule.implementations import IMPLEMENTATIONS
 from gdn_jax.shapes import MAX_HEAD_DIM, ArgumentError, check_choice
-
-
-def check_options(*, rule: str | rules.Rule, **sizes: Any) -> None:
-    """Raises ValueError for the first option that a `GatedDeltaNet` cannot have; sizes are those of `check_sizes`."""
-    check_sizes(**sizes)
-    rules.find(rule)
 
 
 def check_sizes(

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gdn_jax.layers.mixer import MixerConfig
 from gdn_jax.layers.options import check_positive
-from gdn_jax.models.mixers.mixer import Mixer
-from gdn_jax.models.mixers.table import TOKEN_MIXERS
+from gdn_jax.layers.table import TOKEN_MIXERS
 from gdn_jax.parts.products import PRODUCTS
 from gdn_jax.rules import RULES, Rule
 from gdn_jax.shapes import ArgumentError, check_choice
@@ -198,7 +198,7 @@ class ModelConfig:
       vocab_size: number of tokens.
       hidden_size: width of the residual stream.
       num_layers: blocks.
-      mixer: the recurrent layers: a name of `mixers.table.TOKEN_MIXERS`, kept as its object, or an object like those.
+      mixer: the recurrent layers: a name of `layers.table.TOKEN_MIXERS`, kept as its object, or an object like those.
       num_heads: query and key heads of a recurrent layer.
       num_v_heads: its value and state heads, a multiple of num_heads; None: num_heads.
       head_dim: K. num_heads * head_dim = 0.75 * hidden_size and expand_v = 2 give a mixer of about
@@ -290,7 +290,7 @@ class ModelConfig:
         for name, rule in RULES.items():
             if self.rule == rule:
                 object.__setattr__(self, "rule", name)
-        if not isinstance(self.mixer, Mixer):
+        if not isinstance(self.mixer, MixerConfig):
             check_choice("mixer", self.mixer, tuple(TOKEN_MIXERS))
             object.__setattr__(self, "mixer", TOKEN_MIXERS[self.mixer])
         check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from gdn_jax.layers.mixer import MixerCosts
 from gdn_jax.models.config import ATTENTION_TYPES, AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.decoder import LanguageModel
-from gdn_jax.models.mixers.mixer import MixerCosts
 
 
 def count(params: PyTree) -> int:

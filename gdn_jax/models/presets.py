@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -10,7 +11,6 @@ from gdn_jax.models.config import (
     ModelConfig,
     SigmoidRouting,
 )
-from gdn_jax.models.mixers.kimi_delta_attention import KimiDelta
 
 
 def _qwen(num_heads: int, num_kv_heads: int, *, head_dim: int = 256, theta: float = 1e7) -> AttentionConfig:

@@ -2,6 +2,7 @@
 
 from gdn_jax.rules import linear
 from gdn_jax.rules.rule import Rule
+from gdn_jax.styles import ORANGE, Style
 
 MAMBA2 = Rule(
     "mamba2",
@@ -9,4 +10,6 @@ MAMBA2 = Rule(
     gates=("g", "beta"),
     options=("initial_state", "segment_ids"),
     refuses=linear.REFUSES,
+    erases=False,
+    style=Style(ORANGE, "s", "full", "--", "Mamba2's decay with unit keys", ("gate alone", "mamba2")),
 )

@@ -25,6 +25,7 @@ from gdn_jax.shapes import (
     Strength,
     Values,
 )
+from gdn_jax.styles import Style
 
 
 class RuleInputs(NamedTuple):
@@ -49,7 +50,7 @@ class Rule:
     """A rule that a token mixer may have.
 
     Fields:
-      name: its name in `GatedDeltaNet(rule=...)` and in sweeps, where it is in the table, and in messages.
+      name: its name in `GatedDeltaNet(rule=...)`, where it is in the table, and in messages.
       rows: rows(q, k, v, **gates, **options) -> (o, final states), over whole rows; None as states where it has none.
         A `ByTokens` where a mesh may split the tokens of rows.
       gates: names of the gates that it reads.
@@ -59,6 +60,10 @@ class Rule:
         runs as a row.
       refuses: options that it cannot run with, each with a reason for the error.
       unit_length: whether it reads q and k of unit length.
+      erases: whether a write first erases what its key recalls; None: unknown, and so is how fast it forgets.
+      style: its name in words and its look where `GatedDeltaNet`s with it are compared; None: they are not.
+      doubled: the same of layers whose write strength goes to 2.
+      compared_as: name of these layers in comparisons; None: name.
     """
 
     name: str
@@ -68,6 +73,10 @@ class Rule:
     step: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     unit_length: bool = True
+    erases: bool | None = None
+    style: Style | None = None
+    doubled: Style | None = None
+    compared_as: str | None = None
 
     def __str__(self) -> str:
         return self.name

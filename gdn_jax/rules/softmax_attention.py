@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from gdn_jax.parts.attention import attend, same_segment
 from gdn_jax.rules.rule import Rule
 from gdn_jax.shapes import Keys, Outputs, Queries, SegmentIds, Values
+from gdn_jax.styles import BLACK, Style
 
 _NO_STATE = "softmax_attention keeps no state and takes whole rows only"
 
@@ -58,4 +59,12 @@ SOFTMAX_ATTENTION = Rule(
     options=("segment_ids", "layer"),
     refuses={"initial_state": _NO_STATE, "cu_seqlens": _NO_STATE},
     unit_length=False,
+    style=Style(
+        BLACK,
+        "x",
+        "full",
+        (0, (4, 1, 1, 1, 1, 1)),
+        "softmax attention without positions",
+        ("softmax attention",),
+    ),
 )

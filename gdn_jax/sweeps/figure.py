@@ -1,7 +1,7 @@
 """Figures of sweeps: scores over the size of the test or of the model, and learning curves. A thin line is a seed.
 
 A mean over seeds is not drawn: where some have learned and others not, no run is near it. Points stand on their
-ticks. `gdn_jax.inspect.plots.STYLES` says how a rule looks, and in which order rules stand.
+ticks. `gdn_jax.training.mixers.MIXERS` says how a rule looks, and in which order rules stand.
 """
 
 import textwrap
@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gdn_jax.commands.files import replacing
-from gdn_jax.inspect.plots import GREY, STYLES
+from gdn_jax.styles import GREY
 from gdn_jax.sweeps.summary import Row
 from gdn_jax.training.mixers import MIXERS
 
 # Letters of a heading, and of the smaller ones below a figure, that fit into an inch.
 _HEADING, _CAPTION = 12.0, 16.5
-_MIXERS = [*STYLES]
+_MIXERS = [*MIXERS]
 
 
 class Panel(NamedTuple):
@@ -182,7 +182,7 @@ def draw_curves(
         for axes, row in zip(line, part, strict=False):
             for curve in row.curves:
                 accuracy = [np.nan if x is None else 100 * x for x in curve["accuracy"][kind]]
-                axes.plot(curve["steps"], accuracy, color=STYLES[row.mixer].color, lw=1)
+                axes.plot(curve["steps"], accuracy, color=MIXERS[row.mixer].style.color, lw=1)
             heading = [MIXERS[row.mixer].label, *row.start.names(), f"learning rate {row.lr:g}"]
             axes.set_title("\n".join([*heading, k_of_n(row, answers)]), fontsize=9)
             axes.set_ylim(-2, 104)
@@ -233,7 +233,7 @@ def _legend(
     drawn = {mixer for panel in panels for mixer, _ in panel.curves}
     handles, names = [], []
     for mixer in (mixer for mixer in _MIXERS if mixer in drawn):
-        style = STYLES[mixer]
+        style = MIXERS[mixer].style
         look: dict[str, Any] = dict(
             color=style.color, marker=style.marker, fillstyle=style.fill, ls=style.line
         )
@@ -270,7 +270,7 @@ def _over_scales(
 def _draw(axes: Axes, panel: Panel, factor: int) -> None:
     """A thin line for each seed, through points on the ticks."""
     for mixer, scores in sorted(panel.curves, key=lambda curve: _MIXERS.index(curve[0])):
-        style = STYLES[mixer]
+        style = MIXERS[mixer].style
         look: dict[str, Any] = dict(
             color=style.color, marker=style.marker, fillstyle=style.fill, ls=style.line
         )

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gdn_jax.commands.files import replacing
-from gdn_jax.inspect.plots import BLUE, SKY, VERMILION
+from gdn_jax.styles import BLUE, SKY, VERMILION
 
 _TRAIN, _VAL, _BASELINE = SKY, BLUE, VERMILION
 

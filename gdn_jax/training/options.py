@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
 from gdn_jax.commands.fields import Fraction, Later, MayChange, NotNegative, PerStart, Positive, Range, Seed
+from gdn_jax.layers.table import TOKEN_MIXERS
+from gdn_jax.rules import RULES
 from gdn_jax.shapes import ArgumentError
 from gdn_jax.training.tasks.options import (
     CopyOptions,
@@ -126,22 +128,10 @@ class SizeOptions:
 
 
 Form = Literal["gated_delta_net", "hybrid", "hybrid_control", "transformer"]
-RuleName = Literal["gated_delta", "delta", "mamba2", "linear_attention", "softmax_attention"]
-MIXER_LABELS = {
-    "gated_delta_net": "Gated DeltaNet",
-    "kda": "KDA",
-    "kda_lower_bound": "KDA, bounded gate",
-    "gla": "gated linear attention",
-    "gated_delta_net_2": "Gated DeltaNet-2",
-    "gated_delta_product": "DeltaProduct, 2 steps",
-    "gated_delta_product_3": "DeltaProduct, 3 steps",
-    "gated_delta_product_4": "DeltaProduct, 4 steps",
-}
-"""The names in words of `gdn_jax.models.mixers.table.TOKEN_MIXERS`, which is not imported to tell what there is."""
 if TYPE_CHECKING:
-    MixerName = str
+    RuleName = MixerName = str
 else:
-    MixerName = Literal[tuple(MIXER_LABELS)]
+    RuleName, MixerName = Literal[tuple(RULES)], Literal[tuple(TOKEN_MIXERS)]  # for the command line
 
 
 # The form of Qwen3.5 beside its attention layers.
@@ -182,7 +172,6 @@ class ModelOptions(SizeOptions):
         quarter of each head is rotated.
         """
         from gdn_jax.models.config import AttentionConfig, hybrid_layers
-        from gdn_jax.models.mixers.table import TOKEN_MIXERS
 
         mixer = TOKEN_MIXERS[self.mixer]
         head_dim = self._attention_dim()

@@ -218,8 +218,8 @@ FAULTS = (
     ),
     Fault(
         "Mamba2's rule is said to erase",
-        '"mamba2": (True, False)}',
-        '"mamba2": (True, True)}',
+        "erases=False,\n    style=Style(ORANGE, ",
+        "erases=True,\n    style=Style(ORANGE, ",
         "tests/models/test_family_models.py::test_analyses",
     ),
     Fault(

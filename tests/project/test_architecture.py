@@ -29,6 +29,7 @@ KERNELS = (
 # "gdn_jax" itself stands for the public names.
 ROOMS: dict[str, set[str]] = {
     "shapes": set(),
+    "styles": set(),
     "gates": {"shapes"},
     "rule.packing": {"shapes"},
     "rule.segments": {"shapes"},
@@ -158,6 +159,7 @@ ROOMS: dict[str, set[str]] = {
     "layers.blocks": {"shapes", "parts.products", "parts", "parallel"},
     "rules": {
         "shapes",
+        "styles",
         "gates",
         "rule.packing",
         "rule.segments",
@@ -168,9 +170,9 @@ ROOMS: dict[str, set[str]] = {
         "parallel",
     },
     "inspect.analysis": {"shapes", "gates", "rule.definition", "rule.chunks", "rules"},
-    "inspect.plots": {"inspect.analysis"},
     "layers": {
         "shapes",
+        "styles",
         "parts.products",
         "gates",
         "parts.conv",
@@ -200,12 +202,13 @@ ROOMS: dict[str, set[str]] = {
     "checks": {"gdn_jax", "commands"},
     "training.tasks": {"models", "hf", "commands"},
     "training": {
-        "inspect.plots",
+        "styles",
         "shapes",
         "parts.products",
         "parts",
         "gdn_jax",
         "parallel",
+        "rules",
         "layers.blocks",
         "layers",
         "models",
@@ -213,10 +216,12 @@ ROOMS: dict[str, set[str]] = {
         "commands",
         "training.tasks",
     },
-    "sweeps": {"inspect.plots", "gdn_jax", "models", "commands", "training.tasks", "training"},
+    "inspect.plots": {"inspect.analysis", "styles", "training"},
+    "sweeps": {"styles", "gdn_jax", "models", "commands", "training.tasks", "training"},
     "inspect": {
         "inspect.analysis",
         "gates",
+        "layers",
         "models",
         "hf",
         "commands",

@@ -1,7 +1,7 @@
-"""The part of a recurrent token mixer that a model has to know.
+"""The mixer of a model: which recurrent layer it has, and what a model has to know of that layer.
 
-Every mixer has a file of its own beside this one and an entry in `table.TOKEN_MIXERS`. Sizes are fields of the
-`ModelConfig`, which all mixers share; what is the mixer's own are fields of its object.
+A layer's file also has its `MixerConfig` and, by name, its `MIXERS`, for which `table.TOKEN_MIXERS` has an
+entry. Sizes are fields of the `ModelConfig`, which all mixers share; what is the layer's own are fields here.
 """
 
 import dataclasses
@@ -10,10 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from gdn_jax.gates import MAX_STEP, MIN_STEP
-from gdn_jax.layers import RecurrentMixer
+from gdn_jax.gates import MAX_RATE, MAX_STEP, MIN_STEP
 from gdn_jax.layers.options import check_sizes, value_width
+from gdn_jax.layers.recurrent import RecurrentMixer
 from gdn_jax.shapes import ArgumentError
+from gdn_jax.styles import Style
 
 CHUNK = 64
 """Tokens of a chunk in the costs of the chunked form."""
@@ -50,21 +51,32 @@ class Start(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixer:
-    """A kind of recurrent layer, with the options that only it has as fields.
+class MixerConfig:
+    """The recurrent layers of a model, with the options that only they have as fields.
 
     Class attributes:
       name: the type of such layers in `ModelConfig.types`.
       layer: the class of the layer, whose name is that of the mixer in tables.
+      reflects: whether the published layer has strengths to 2.
+
+    Fields:
+      style: name in words and look of models with it, where they are compared; None: they are not.
     """
 
     name: ClassVar[str]
     layer: ClassVar[type[RecurrentMixer]]
+    reflects: ClassVar[bool] = False
+    style: Style | None = dataclasses.field(default=None, kw_only=True, compare=False, repr=False)
 
     @property
     def title(self) -> str:
         """The mixer's name in tables."""
         return self.layer.__name__
+
+    @property
+    def label(self) -> str:
+        """The mixer's name in words."""
+        return self.title if self.style is None else self.style.label
 
     def check(self, config: Any) -> None:
         """Raises ValueError for the first field of a ModelConfig that the layer cannot have."""
@@ -81,7 +93,7 @@ class Mixer:
           config: the model's.
           options: dtypes, initialisers and `rngs`, in the place of the config's.
         """
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
         common = config.options_of(RecurrentMixer.__init__) | config.options_of(self.layer.__init__)
         norm_eps = config.mixer_norm_eps or config.norm_eps
         return self.layer(**common | own | {"norm_eps": norm_eps} | options)
@@ -108,6 +120,11 @@ class Mixer:
         """Whether the tokens of a row may be split over the devices of a mesh."""
         del config
         return False
+
+
+def decay_at_start(time_step: float, rate: float = MAX_RATE / 2) -> float:
+    """Log decay of fresh weights in the middle of the time steps, by default of a middle head."""
+    return -time_step * rate * MIDDLE_STEP
 
 
 def strength_at_start(config: Any) -> float:
