@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +314,7 @@ class ChannelMixer(MixerConfig):
       gate, lower_bound, gate_rank, output_gate_rank, output_gate_bias, use_A_log: as for `ChannelDecayMixer`.
     """
 
+    by_tokens: ClassVar = True
     gate: str = "softplus"
     lower_bound: float = -5.0
     gate_rank: int | str | None = HEAD_DIM
@@ -328,11 +329,6 @@ class ChannelMixer(MixerConfig):
     def costs(self, config: Any, L: int) -> MixerCosts:
         """See `MixerConfig.costs`: a decay of each key channel is kept; products with decays are not counted."""
         return recurrent_costs(config, L, gates=config.head_dim)
-
-    def splits_tokens(self, config: Any) -> bool:
-        """See `MixerConfig.splits_tokens`."""
-        del config
-        return True
 
     def start(self, config: Any, time_step: float) -> Start | None:
         """See `MixerConfig.start`."""

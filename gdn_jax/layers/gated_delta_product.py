@@ -161,6 +161,7 @@ class DeltaProduct(MixerConfig):
     name: ClassVar = "gated_delta_product"
     layer: ClassVar = GatedDeltaProduct
     reflects: ClassVar = True
+    by_tokens: ClassVar = True
     num_householder: int = 2
 
     def __post_init__(self):
@@ -169,11 +170,6 @@ class DeltaProduct(MixerConfig):
     def costs(self, config: Any, L: int) -> MixerCosts:
         """See `MixerConfig.costs`: a row has as many tokens as steps."""
         return recurrent_costs(config, L, steps=self.num_householder)
-
-    def splits_tokens(self, config: Any) -> bool:
-        """See `MixerConfig.splits_tokens`."""
-        del config
-        return True
 
     def start(self, config: Any, time_step: float) -> Start | None:
         """See `MixerConfig.start`: a token erases with every step, as much as one step of this strength."""

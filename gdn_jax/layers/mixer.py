@@ -58,6 +58,7 @@ class MixerConfig:
       name: the type of such layers in `ModelConfig.types`.
       layer: the class of the layer, whose name is that of the mixer in tables.
       reflects: whether the published layer has strengths to 2.
+      by_tokens: whether the tokens of a row may be split over the devices of a mesh, with every option.
 
     Fields:
       style: name in words and look of models with it, where they are compared; None: they are not.
@@ -66,6 +67,7 @@ class MixerConfig:
     name: ClassVar[str]
     layer: ClassVar[type[RecurrentMixer]]
     reflects: ClassVar[bool] = False
+    by_tokens: ClassVar[bool] = False
     style: Style | None = dataclasses.field(default=None, kw_only=True, compare=False, repr=False)
 
     @property
@@ -117,9 +119,9 @@ class MixerConfig:
         raise NotImplementedError
 
     def splits_tokens(self, config: Any) -> bool:
-        """Whether the tokens of a row may be split over the devices of a mesh."""
+        """Whether the tokens of a row may be split over the devices of a mesh; config: of the model."""
         del config
-        return False
+        return self.by_tokens
 
 
 def decay_at_start(time_step: float, rate: float = MAX_RATE / 2) -> float:

@@ -83,17 +83,8 @@ class RecurrentMixer(nnx.Module):
       o_norm, o_proj: norm of each head and output projection.
     """
 
-    conv_dim: int
-    conv_size: int
-    use_short_conv: bool
-    conv_weight: nnx.Param | None
-    conv_bias: nnx.Param | None
     A_log: Any
     dt_bias: nnx.Param
-    q_proj: nnx.Linear
-    k_proj: nnx.Linear
-    v_proj: nnx.Linear
-    o_proj: nnx.Linear
 
     lower_bound: float | None = None
     """The strongest log decay of a token, of a bounded gate."""
@@ -152,8 +143,15 @@ class RecurrentMixer(nnx.Module):
         self._add_write_start(write_start)
         self.o_proj = out(values, hidden_size)
 
-        channels = keys + self.steps * (keys + values)
-        self._make_convolution(channels, conv_size, conv_bias, use_short_conv, rngs)
+        self.conv_dim = keys + self.steps * (keys + values)
+        self.conv_size, self.use_short_conv = conv_size if use_short_conv else 1, use_short_conv
+        weight = bias = None
+        if use_short_conv:
+            bound, shape = conv_size**-0.5, (self.conv_dim, conv_size)
+            weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+            weight = nnx.Param(weight.astype(param_dtype))
+            bias = nnx.Param(jnp.zeros(self.conv_dim, param_dtype)) if conv_bias else None
+        self.conv_weight, self.conv_bias = weight, bias
         self._make_decay(rngs)
         self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
 
@@ -366,18 +364,6 @@ class RecurrentMixer(nnx.Module):
                 static: Any = dict(eps=self.o_norm.eps, activation=activation, ahead=read_ahead(self, 2))
                 return heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
         return self._gated_output(partial(gated_norm_of_channels, activation=activation), o, channels)
-
-    def _make_convolution(self, channels: int, size: int, bias: bool, used: bool, rngs: nnx.Rngs) -> None:
-        """Sets conv_dim, conv_size, use_short_conv and the filters, U(-1, 1) / sqrt(W)."""
-        self.conv_dim, self.conv_size, self.use_short_conv = channels, size if used else 1, used
-        weight = zeros = None
-        if used:
-            bound, shape = size**-0.5, (channels, size)
-            weight = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
-            weight = weight.astype(self.param_dtype)
-            zeros = jnp.zeros(channels, self.param_dtype) if bias else None
-        self.conv_weight = None if weight is None else nnx.Param(weight)
-        self.conv_bias = None if zeros is None else nnx.Param(zeros)
 
     def _by_kernels(self, x, cache, segment_ids, return_cache) -> Any:
         """`__call__` of whole rows by kernels that join its parts; None where there are none or they cannot."""

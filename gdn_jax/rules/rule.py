@@ -15,16 +15,7 @@ from jaxtyping import Array, Float
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel.token_shards import ByTokens
 from gdn_jax.parts.kernels import usable
-from gdn_jax.shapes import (
-    Keys,
-    LogDecay,
-    Offsets,
-    Outputs,
-    Queries,
-    SegmentIds,
-    Strength,
-    Values,
-)
+from gdn_jax.shapes import Keys, LogDecay, Offsets, Outputs, Queries, SegmentIds, Strength, Values
 from gdn_jax.styles import Style
 
 
