@@ -10,7 +10,22 @@ import signal
 import sys
 from typing import Any
 
-USAGE = """usage: gdn COMMAND ...
+TASKS = {
+    "bytes": "next-byte modelling of real text",
+    "tokens": "fine-tuning of a Hugging Face checkpoint, --from FOLDER, on real text; gdn train alone",
+    "recall": "multi-query associative recall",
+    "needle": "a few values in a haystack of noise or text, at lengths beyond training",
+    "sentence": "a sentence in a long text that says what is asked for at its end, in bytes",
+    "parity": "parity of the bits so far, at lengths beyond training",
+    "permutation": "product of the permutations so far, at lengths beyond training",
+    "copy": "repeating a sequence",
+    "palindrome": "repeating a sequence backwards",
+    "stack": "what is popped off several stacks",
+}
+"""What `gdn train` trains on, in words. A sweep has fresh models, and so all tasks but tokens."""
+_LISTED = "\n".join(f"         {name:13} {words}" for name, words in TASKS.items())
+
+USAGE = f"""usage: gdn COMMAND ...
 
   gdn train TASK     train a model on a task
   gdn generate PATH  continue a prompt with the model of a run folder of gdn train bytes, or with a Hugging Face
@@ -24,35 +39,13 @@ USAGE = """usage: gdn COMMAND ...
                      decode, prefill and scale time its kernels, the parts of a model around it, a training step, a
                      language model that reads and writes, serving, and several devices beside one
 
-  tasks: bytes         next-byte modelling of real text
-         tokens        fine-tuning of a Hugging Face checkpoint, --from FOLDER, on real text; gdn train alone
-         recall        multi-query associative recall
-         needle        a few values in a haystack of noise or text, at lengths beyond training
-         sentence      a sentence in a long text that says what is asked for at its end, in bytes
-         parity        parity of the bits so far, at lengths beyond training
-         permutation   product of the permutations so far, at lengths beyond training
-         copy          repeating a sequence
-         palindrome    repeating a sequence backwards
-         stack         what is popped off several stacks
+  tasks:{_LISTED.removeprefix("        ")}
 
 Every command has --help. gdn --version prints the version.
 """
 
-TASKS = (
-    "bytes",
-    "tokens",
-    "recall",
-    "needle",
-    "sentence",
-    "parity",
-    "permutation",
-    "copy",
-    "palindrome",
-    "stack",
-)
-"""What `gdn train` trains on. A sweep has fresh models, and so all tasks but tokens."""
 FIRST_WORDS = {
-    "train": TASKS,
+    "train": (*TASKS,),
     "generate": "a run folder",
     "info": "a run folder",
     "eval": "a run folder",

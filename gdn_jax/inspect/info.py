@@ -29,8 +29,7 @@ from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.training.load import open_run
 from gdn_jax.training.steps import compute_dtype
-from gdn_jax.training.tasks.options import TokensOptions
-from gdn_jax.training.tasks.table import vocab_size
+from gdn_jax.training.tasks.table import CLASSES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +123,14 @@ def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | Non
 
 def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     _, stored, options = open_run(path)
-    if isinstance(options.task, TokensOptions):
-        assert options.task.from_ is not None
-        _, config, skipped, _ = _of_checkpoint(options.task.from_)
-        name = f"{path}: a run of {stored['task']} from {options.task.from_}"
+    task = options.task
+    if (start := task.pretrained()) is not None:
+        assert start.folder is not None
+        _, config, skipped, _ = _of_checkpoint(start.folder)
+        name = f"{path}: a run of {stored['task']} from {start.folder}"
         return name, dataclasses.replace(config, dtype=compute_dtype(options.model)), skipped, None
     values = options.model.config_values() | {"dtype": compute_dtype(options.model)}
-    config = ModelConfig(vocab_size=vocab_size(options.task), **values)
+    config = ModelConfig(vocab_size=CLASSES[task.task].vocabulary(task), **values)
     return f"{path}: a run of {stored['task']}", config, [], options.model.time_step
 
 

@@ -10,18 +10,14 @@ from gdn_jax.commands.files import parse_json, read_file
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import ScheduleOptions, SizeOptions
-from gdn_jax.training.tasks.options import (
-    CopyOptions,
-    NeedleOptions,
-    PalindromeOptions,
-    ParityOptions,
-    PermutationOptions,
-    RecallOptions,
-    SentenceOptions,
-    StackOptions,
-    TaskOptions,
-    TextOptions,
-)
+from gdn_jax.training.tasks.copying import CopyOptions, PalindromeOptions
+from gdn_jax.training.tasks.needle import NeedleOptions
+from gdn_jax.training.tasks.next_byte import TextOptions
+from gdn_jax.training.tasks.options import TaskOptions
+from gdn_jax.training.tasks.recall import RecallOptions
+from gdn_jax.training.tasks.sentence import SentenceOptions
+from gdn_jax.training.tasks.stacks import StackOptions
+from gdn_jax.training.tasks.state_tracking import ParityOptions, PermutationOptions
 
 if TYPE_CHECKING:
     MixerName = str

@@ -9,7 +9,7 @@ from gdn_jax.sweeps.grid import starts
 from gdn_jax.sweeps.options import PRESETS, GridOptions, SweepOptions, scaled_model, state_size
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.tasks.options import RecallOptions, TaskOptions
+from gdn_jax.training.tasks.options import TaskOptions
 
 Records = list[dict[str, Any]]
 
@@ -75,9 +75,7 @@ def draw(path: Path, config: dict[str, Any], records: Records) -> None:
 
 def trained_size(task: TaskOptions) -> int:
     """Returns the size of the largest training sequences, in the unit of a task's tests."""
-    if isinstance(task, RecallOptions):
-        return max((pairs for pairs, _ in task.parsed_cases()), default=task.num_pairs)
-    return task.length
+    return task.trained_size()
 
 
 def write(folder: Path, config: dict[str, Any], records: Records) -> str:

@@ -170,7 +170,8 @@ class Sweep:
             step = last
             reporter.step(step)
             if every and step % every == 0:
-                curve.add(step, program.score(runs, self.kinds))
+                scores = program.score(runs, self.kinds)
+                curve.add(step, {str(kind): score for kind, score in scores.items()})
             late = step > 1 and time.monotonic() + (total - step) * stepping / (step - 1) > self.end
             if asked.is_set() or (late and _TOLD < step / total < _WORTH_FINISHING):
                 return False

@@ -23,8 +23,8 @@ from gdn_jax.training.checkpoints import Checkpoints, check_layers
 from gdn_jax.training.options import Implementation, RunOptions, TrainOptions
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.steps import TrainState
-from gdn_jax.training.tasks.options import TokensOptions
-from gdn_jax.training.tasks.table import Text, text_of, vocab_size
+from gdn_jax.training.tasks.table import CLASSES
+from gdn_jax.training.tasks.task import Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TrainedRun:
         Raises:
           RunError: the run's task has none.
         """
-        text = text_of(self.options.task)
+        text = CLASSES[self.options.task.task].text(self.options.task)
         if text is None:
             raise RunError(
                 f"{self.path}: expected a run of the task bytes or tokens, got {self.options.task.task}"
@@ -110,12 +110,12 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
       RunError: there is no such run, or no checkpoint that can be read.
     """
     folder, config, options = open_run(Path(path))
-    check_layers(folder, 0 if isinstance(options.task, TokensOptions) else options.model.num_layers)
-    size = options.model
+    check_layers(folder, options.model.num_layers if options.task.pretrained() is None else 0)
+    task, size = options.task, options.model
     if implementation is not None:
         size = dataclasses.replace(size, implementation=implementation)
-    model = steps.start_model(dataclasses.replace(options, model=size), vocab_size(options.task), 0)
-    graphdef, params, rest = nnx.split(model, steps.trained(options.task), ...)
+    model = steps.start_model(task, size, CLASSES[task.task].vocabulary(task), 0)
+    graphdef, params, rest = nnx.split(model, steps.trained(task), ...)
     optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
     restored = None
     if folder.checkpoints.is_dir():

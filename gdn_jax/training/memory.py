@@ -5,8 +5,8 @@ import os
 import jax
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.training.options import ModelOptions, SizeOptions, TrainOptions
-from gdn_jax.training.tasks.options import GeneratedOptions, RecallOptions, TaskOptions, TokensOptions
+from gdn_jax.training.options import ModelOptions, SizeOptions
+from gdn_jax.training.tasks.options import TaskOptions
 
 _GIB = 2**30
 _FLOAT = 4  # bytes of a float32 or an int32
@@ -65,35 +65,18 @@ def check(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: i
 
 def check_sets(task: TaskOptions) -> None:
     """Raises RunError where the sequences of validation and tests, which are all kept, cannot fit into memory."""
-    if not isinstance(task, GeneratedOptions):  # windows of a text, which is there
-        return
-    if isinstance(task, RecallOptions):
-        sizes = [length for name in ("cases", "test_cases") for _, length in task.parsed_cases(name)]
-        sizes = sizes or [task.length] * len(task.test_pairs)
-    else:
-        sizes = task.test_lengths
-    tokens = task.val_sequences * (_longest(task) + len(sizes) * max(sizes))
-    needed, there = 3 * _FLOAT * tokens, available()  # with targets and weights
+    sequences, lengths = task.drawn()
+    needed, there = 3 * _FLOAT * sequences * sum(lengths), available()  # with targets and weights
     if needed > there:
         raise RunError(
             f"--val-sequences: expected sets that fit into the {there / _GIB:.1f} GiB of this device's memory, got "
-            f"{task.val_sequences} sequences for validation and for each test, of up to {max(sizes)} tokens, which "
+            f"{sequences} sequences for validation and for each test, of up to {max(lengths[1:])} tokens, which "
             f"need at least {needed / _GIB:.1f} GiB"
         )
 
 
-def _longest(task: TaskOptions) -> int:
-    """Tokens of the longest training sequence, at least."""
-    cases = task.parsed_cases() if isinstance(task, RecallOptions) else []
-    return max((length for _, length in cases), default=task.length)
-
-
-def check_run(options: TrainOptions, vocab_size: int) -> None:
-    """Raises RunError where a run cannot fit into memory. Sequences have at least --length tokens in every task."""
-    batch = options.run.batch_size
-    check_sets(options.task)
-    if isinstance(
-        options.task, TokensOptions
-    ):  # the checkpoint's tensors are there, and no larger than files
-        return
-    check(options.model, vocab_size, batch, batch // options.run.accumulate, _longest(options.task))
+def check_run(task: TaskOptions, model: SizeOptions, vocab_size: int, batch: int, piece: int) -> None:
+    """Raises RunError where a run cannot fit into memory: its sets, and its steps; see `least`."""
+    check_sets(task)
+    if task.pretrained() is None:  # the tensors of a checkpoint are there, and no larger than files
+        check(model, vocab_size, batch, piece, task.longest())

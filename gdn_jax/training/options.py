@@ -14,19 +14,9 @@ from gdn_jax.commands.fields import Fraction, Later, MayChange, NotNegative, Per
 from gdn_jax.layers.table import TOKEN_MIXERS
 from gdn_jax.rules import RULES
 from gdn_jax.shapes import ArgumentError
-from gdn_jax.training.tasks.options import (
-    CopyOptions,
-    NeedleOptions,
-    PalindromeOptions,
-    ParityOptions,
-    PermutationOptions,
-    RecallOptions,
-    SentenceOptions,
-    StackOptions,
-    TaskOptions,
-    TextOptions,
-    TokensOptions,
-)
+from gdn_jax.training.tasks.options import TaskOptions
+from gdn_jax.training.tasks.table import CLASSES
+from gdn_jax.training.tasks.task import Task
 
 Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu", "mosaic_mma"]
 NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
@@ -256,27 +246,17 @@ class TrainOptions[T: TaskOptions]:
     optimizer: OptimizerOptions = OptimizerOptions()
 
 
-def _generated(task: TaskOptions, steps: int = 400, **model: Any) -> TrainOptions:
-    return TrainOptions(
-        task,
-        RunOptions(batch_size=64, steps=steps, eval_every=100),
-        ModelOptions(num_layers=2, expand_v=1.0, **model),
-        OptimizerOptions(lr=5e-3),
-    )
+def _of_task(task: type[Task]) -> TrainOptions:
+    """Returns the default options of a task."""
+
+    def group(cls: type) -> Any:
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in task.training.items() if name in names})
+
+    return TrainOptions(task.Options(), group(RunOptions), group(ModelOptions), group(OptimizerOptions))
 
 
-TASKS: dict[str, TrainOptions] = {
-    "bytes": TrainOptions(TextOptions()),
-    "tokens": TrainOptions(TokensOptions(), optimizer=OptimizerOptions(lr=1e-4)),
-    "recall": _generated(RecallOptions(), steps=800),  # of two seeds, one has learned nothing at 400
-    "needle": _generated(NeedleOptions()),
-    "sentence": _generated(SentenceOptions()),
-    "parity": _generated(ParityOptions(), allow_neg_eigval=True),
-    "permutation": _generated(PermutationOptions(), allow_neg_eigval=True),
-    "copy": _generated(CopyOptions()),
-    "palindrome": _generated(PalindromeOptions()),
-    "stack": _generated(StackOptions()),
-}
+TASKS: dict[str, TrainOptions] = {name: _of_task(task) for name, task in CLASSES.items()}
 """Tasks by name, with their default options."""
 
 
@@ -300,12 +280,12 @@ def check(options: TrainOptions) -> None:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
     options.model.check()
     options.task.check()
-    if isinstance(options.task, TokensOptions):
+    if options.task.pretrained() is not None:
         given, default = vars(options.model), vars(ModelOptions())
         for name in default:
             if name not in OF_A_CHECKPOINT and given[name] != default[name]:
                 fail(name, f"{default[name]}, as the model is that of --from", given[name])
-    if isinstance(options.task, TextOptions) and options.model.rule == "softmax_attention":
+    if options.task.task == "bytes" and options.model.rule == "softmax_attention":
         fail("rule", "a rule with a recurrent state, through which the sample is written", options.model.rule)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
@@ -17,9 +18,9 @@ from gdn_jax.layers import RecurrentMixer, blocks
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.parts.products import counting
-from gdn_jax.training.options import ModelOptions, ScheduleOptions, TrainOptions
+from gdn_jax.training.options import ModelOptions, ScheduleOptions
 from gdn_jax.training.tasks.batch import Batch
-from gdn_jax.training.tasks.options import TaskOptions, TokensOptions
+from gdn_jax.training.tasks.options import TaskOptions
 
 AT_ONCE = 64
 """Arrays whose sums of squares are added by one kernel."""
@@ -58,7 +59,9 @@ class Functions(NamedTuple):
 
     train: Callable[[PyTree, TrainState, Batch], tuple[TrainState, StepMetrics]]
     evaluate: Callable[[PyTree, PyTree, Batch], Sums]
-    evaluate_each: Callable[[PyTree, PyTree, Batch, Sequence[Array]], Sums]  # for each of several weights
+    evaluate_each: Callable[
+        [PyTree, PyTree, Batch, Sequence[Array | np.ndarray]], Sums
+    ]  # for each of several weights
 
 
 def compute_dtype(options: ModelOptions) -> str:
@@ -85,7 +88,7 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
     return model
 
 
-def start_model(options: TrainOptions, vocab_size: int, seed: int) -> models.LanguageModel:
+def start_model(task: TaskOptions, model: ModelOptions, vocab_size: int, seed: int) -> models.LanguageModel:
     """Makes the model that a run starts from: fresh, or that of a checkpoint, with low-rank changes if asked for.
 
     Weights that are trained are float32, others in the compute dtype.
@@ -93,15 +96,15 @@ def start_model(options: TrainOptions, vocab_size: int, seed: int) -> models.Lan
     Raises:
       RunError: the sizes do not make a model, or the checkpoint cannot be used.
     """
-    task, model = options.task, options.model
-    if not isinstance(task, TokensOptions):
+    start = task.pretrained()
+    if start is None:
         return make_model(model, vocab_size, seed)
-    assert task.from_ is not None
-    dtype, rank = compute_dtype(model), task.lora_rank
+    assert start.folder is not None
+    dtype, rank = compute_dtype(model), start.lora_rank
     implementation = None if model.implementation == "auto" else model.implementation
     try:
         made = load_hf(
-            task.from_,
+            start.folder,
             dtype=dtype,
             weight_dtype="float32" if rank is None else dtype,
             implementation=implementation,
@@ -111,7 +114,7 @@ def start_model(options: TrainOptions, vocab_size: int, seed: int) -> models.Lan
         raise RunError(f"--from: {error}") from error
     if rank is not None:
         try:
-            add_lora(made, rank, projections=task.lora_projections, rngs=nnx.Rngs(seed))
+            add_lora(made, rank, projections=start.lora_projections, rngs=nnx.Rngs(seed))
         except ValueError as error:
             raise RunError(f"--lora-{error}") from error
     return made
@@ -119,7 +122,8 @@ def start_model(options: TrainOptions, vocab_size: int, seed: int) -> models.Lan
 
 def trained(task: TaskOptions) -> type[nnx.Param]:
     """The type of the parameters that a run trains."""
-    return LoRAParam if isinstance(task, TokensOptions) and task.lora_rank is not None else nnx.Param
+    start = task.pretrained()
+    return nnx.Param if start is None or start.lora_rank is None else LoRAParam
 
 
 def scale_time_steps(model: models.LanguageModel, factor: float | Float[Array, ""]) -> None:
@@ -337,7 +341,9 @@ def make_functions(
     def evaluate(rest: PyTree, params: PyTree, batch: Batch) -> Sums:
         return loss_sum(graphdef, rest, params, batch)[1]
 
-    def evaluate_each(rest: PyTree, params: PyTree, batch: Batch, weights: Sequence[Array]) -> Sums:
+    def evaluate_each(
+        rest: PyTree, params: PyTree, batch: Batch, weights: Sequence[Array | np.ndarray]
+    ) -> Sums:
         return sums_by_weights(graphdef, rest, params, batch, jnp.stack(weights))
 
     flags = compiler_flags(deterministic)

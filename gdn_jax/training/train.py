@@ -36,7 +36,6 @@ from gdn_jax.training.options import TrainOptions
 from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder, check_free
-from gdn_jax.training.tasks.options import TokensOptions
 from gdn_jax.training.tasks.table import check_same_data, make_task
 from gdn_jax.training.tasks.task import Task
 from gdn_jax.training.trainer import Diverged, Trainer
@@ -111,7 +110,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
         with owned(run.path):
             task = make_task(options.task, options.run.batch_size, options.run.seed)
             check_same_data(config["data"], task)
-            if not isinstance(options.task, TokensOptions):
+            if options.task.pretrained() is None:
                 check_layers(run, options.model.num_layers)
             trainer = Trainer.make(options, task, placement)
             stored = config["options"] | options_lib.to_json(options)
@@ -240,9 +239,10 @@ def _restore(trainer: Trainer, store: Checkpoints, run: RunFolder, say: Callable
 
 def _label(options: TrainOptions) -> str:
     """Returns the name of a run's model in words."""
-    if isinstance(options.task, TokensOptions):
-        return printable(str(options.task.from_ and options.task.from_.name))
-    return mixers.label(options.model)
+    start = options.task.pretrained()
+    return (
+        mixers.label(options.model) if start is None else printable(str(start.folder and start.folder.name))
+    )
 
 
 @contextlib.contextmanager

@@ -96,8 +96,9 @@ class Trainer:
         Raises:
           RunError: the options do not make a model, or not one of these weights.
         """
-        memory.check_run(options, task.vocab_size)
-        model = steps.start_model(options, task.vocab_size, options.run.seed)
+        run, piece = options.run, options.run.batch_size // options.run.accumulate
+        memory.check_run(options.task, options.model, task.vocab_size, run.batch_size, piece)
+        model = steps.start_model(options.task, options.model, task.vocab_size, run.seed)
         kind = steps.trained(options.task)
         graphdef, params, rest = nnx.split(model, kind, ...)
         multiplied = multiplied_parameters(model.config) if kind is nnx.Param else None

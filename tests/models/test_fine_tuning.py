@@ -15,10 +15,9 @@ from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.training.load import load_run
-from gdn_jax.training.options import TASKS, ModelOptions
+from gdn_jax.training.options import ModelOptions
 from gdn_jax.training.steps import start_model, trained
-from gdn_jax.training.tasks.next_token import TokensTask, Words
-from gdn_jax.training.tasks.options import TokensOptions
+from gdn_jax.training.tasks.next_token import TokensOptions, TokensTask, Words
 
 LING = Path(__file__).parents[1] / "data" / "bailing_hybrid_released"
 WORDS = [f"word{i}" for i in range(199)]
@@ -120,8 +119,7 @@ def test_tokens_that_are_none_of_the_model_are_refused_before_training(checkpoin
 def test_weights_that_are_trained_are_float32(checkpoint, rank):
     """Of a run in bfloat16 from a checkpoint: all weights, or the low-rank changes of weights in bfloat16."""
     task = TokensOptions(from_=checkpoint, lora_rank=rank)
-    options = dataclasses.replace(TASKS["tokens"], task=task, model=ModelOptions(dtype="bfloat16"))
-    model = start_model(options, 199, 0)
+    model = start_model(task, ModelOptions(dtype="bfloat16"), 199, 0)
     params, rest = nnx.state(model, trained(task)), nnx.state(model, nnx.Not(trained(task)))
     assert model.config.dtype == "bfloat16"
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}

@@ -2,7 +2,7 @@
 
 from gdn_jax.commands import cli
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.training.tasks.options import ParityOptions
+from gdn_jax.training.tasks.state_tracking import ParityOptions
 
 TINY = (
     "--hidden-size 8 --num-layers 1 --num-heads 1 --head-dim 4 --dtype float32 --length 6 --test-lengths 6 9 "

@@ -12,7 +12,7 @@ from gdn_jax.sweeps import grid, ledger
 from gdn_jax.sweeps.ledger import LEDGER, Published
 from gdn_jax.sweeps.reproduce import ReproduceOptions, compared, sweep_of
 from gdn_jax.training import options as options_lib
-from gdn_jax.training.tasks.options import RecallOptions
+from gdn_jax.training.tasks.recall import RecallOptions
 from results.pages.claims import CLAIMS
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -22,7 +22,7 @@ from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import OptimizerOptions, RunOptions, TrainOptions
 from gdn_jax.training.slices import Slice, table
 from gdn_jax.training.tasks.batch import Batch
-from gdn_jax.training.tasks.options import RecallOptions
+from gdn_jax.training.tasks.recall import RecallOptions
 from gdn_jax.training.tasks.table import make_task
 from gdn_jax.training.trainer import Trainer
 

@@ -11,7 +11,7 @@ from gdn_jax.sweeps import grid, report, summary
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
-from gdn_jax.training.tasks.options import ParityOptions
+from gdn_jax.training.tasks.state_tracking import ParityOptions
 from gdn_jax.training.tasks.table import make_task
 
 

@@ -35,7 +35,7 @@ from gdn_jax.training import options as options_lib
 from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.tasks.batch import Batch
-from gdn_jax.training.tasks.options import TextOptions
+from gdn_jax.training.tasks.next_byte import TextOptions
 
 # --- the step
 

@@ -11,15 +11,11 @@ import pytest
 from gdn_jax.commands import cli
 from gdn_jax.training.options import TASKS
 from gdn_jax.training.tasks import recall, state_tracking, text
-from gdn_jax.training.tasks.options import (
-    CopyOptions,
-    NeedleOptions,
-    PalindromeOptions,
-    ParityOptions,
-    PermutationOptions,
-    RecallOptions,
-    StackOptions,
-)
+from gdn_jax.training.tasks.copying import CopyOptions, PalindromeOptions
+from gdn_jax.training.tasks.needle import NeedleOptions
+from gdn_jax.training.tasks.recall import RecallOptions
+from gdn_jax.training.tasks.stacks import StackOptions
+from gdn_jax.training.tasks.state_tracking import ParityOptions, PermutationOptions
 from gdn_jax.training.tasks.table import make_task
 
 

@@ -13,11 +13,8 @@ import pytest
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.training.tasks import ngrams, sentence, text
-from gdn_jax.training.tasks.next_byte import BytesTask
-from gdn_jax.training.tasks.options import (
-    SentenceOptions,
-    TextOptions,
-)
+from gdn_jax.training.tasks.next_byte import BytesTask, TextOptions
+from gdn_jax.training.tasks.sentence import SentenceOptions
 from gdn_jax.training.tasks.table import make_task
 
 

@@ -14,11 +14,59 @@ Source: the single needle of Hsieh et al. 2024, "RULER" (S-NIAH), with one token
 was it".
 """
 
+import dataclasses
 from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
+
+from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
+from gdn_jax.training.tasks import text
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.generated import GeneratedOptions, GeneratedTask
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleOptions(GeneratedOptions):
+    """A few marked values in a long haystack, asked for at the end; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "needle"
+
+    haystack: Literal["noise", "text", "pairs"] = "noise"
+    """noise: tokens drawn at random; text: pieces of the standard library's .py files, in bytes; pairs: key-value
+    pairs that the marker makes void, and a needle of pairs like them."""
+    noise_tokens: Annotated[int, Positive] = 32
+    """Different tokens of the noise; the values of a needle are among them. Of pairs, half are keys."""
+    num_values: Annotated[int, Positive] = 16
+    """Different values of a needle (of pairs: all)."""
+    needle_length: Annotated[int, Positive] = 2
+    """Values (or pairs) of a needle, all of them asked at the end."""
+    length: Annotated[int, Positive] = 64
+    """Tokens of a training sequence."""
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (64, 128, 256, 512)
+    """Lengths that the trained model is tested at."""
+
+    def check(self) -> None:
+        pairs = self.haystack == "pairs"
+        # marker and values, question and all values but the last; or two marks and the needle's pairs twice
+        least = 4 * self.needle_length + 2 if pairs else 2 * self.needle_length + 1
+        expected = f"at least {'4 * --needle-length + 2' if pairs else '2 * --needle-length + 1'} = {least}"
+        if self.length < least:
+            fail("length", expected, self.length)
+        if min(self.test_lengths) < least:
+            fail("test_lengths", expected, min(self.test_lengths))
+        if pairs:
+            if self.noise_tokens % 2 or self.noise_tokens < 2 * self.needle_length:
+                expected = f"an even number, at least 2 * --needle-length = {2 * self.needle_length}"
+                fail("noise_tokens", expected, self.noise_tokens)
+            return
+        most = 26 if self.haystack == "text" else self.noise_tokens
+        if self.num_values > most:
+            name = "26 letters" if self.haystack == "text" else f"--noise-tokens = {most}"
+            fail("num_values", f"at most {name}", self.num_values)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
@@ -91,3 +139,53 @@ def void_pairs(
         return tokens, targets, jnp.zeros((length,), bool).at[at].set(True)
 
     return jax.vmap(one)(jax.random.split(key, batch))
+
+
+class NeedleTask(GeneratedTask[NeedleOptions]):
+    """A needle in a haystack; see `hide` and `needle.void_pairs`."""
+
+    Options = NeedleOptions
+    label = "accuracy at the question"
+
+    def __init__(self, options: NeedleOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
+        self.first_value, self.tokens = 0, self.o.noise_tokens
+        if self.o.haystack == "text":
+            self.data = jnp.asarray(text.load(None).train)
+            self.first_value, self.tokens = ord("a"), 256
+        self.vocab_size = self.tokens + 2
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        o = self.o
+        if o.haystack == "pairs":
+            tokens, targets, asked = void_pairs(key, batch, size, o.noise_tokens, o.needle_length)
+            return Batch(tokens, targets, asked.astype(jnp.float32))
+        key_haystack, key_needle = jax.random.split(key)
+        if self.data is None:
+            haystack = jax.random.randint(key_haystack, (batch, size), 0, self.tokens)
+        else:
+            starts = jax.random.randint(key_haystack, (batch, 1), 0, self.data.size - size)
+            haystack = self.data[starts + jnp.arange(size)].astype(jnp.int32)
+        tokens, targets, asked = hide(
+            key_needle,
+            haystack,
+            o.needle_length,
+            self.first_value,
+            o.num_values,
+            self.tokens,
+            self.tokens + 1,
+        )
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def baselines(self) -> dict[str, float]:
+        # A needle of pairs holds as many values; one of them is right.
+        values = self.o.needle_length if self.o.haystack == "pairs" else self.o.num_values
+        return {f"one of {values} values at random": 1 / values}
+
+    def summary(self) -> str:
+        o = self.o
+        if o.haystack == "pairs":
+            return f"{o.needle_length} pairs that count in {o.length} tokens of pairs, always fresh"
+        return (
+            f"{o.needle_length} of {o.num_values} values in {o.length} tokens of {o.haystack}, always fresh"
+        )

@@ -1,7 +1,9 @@
 """Next-byte modelling of a text, as a task."""
 
+import dataclasses
 import math
 from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +11,44 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from gdn_jax import models
+from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, NotNegative, Positive
 from gdn_jax.training.tasks import ngrams, text
 from gdn_jax.training.tasks.batch import Batch
-from gdn_jax.training.tasks.options import TextOptions, prompt_bytes
-from gdn_jax.training.tasks.task import Task
+from gdn_jax.training.tasks.options import CorpusOptions, prompt_bytes
+from gdn_jax.training.tasks.task import Task, Text
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions(CorpusOptions):
+    """Next-byte modelling of real text; validated in bits per byte on held-out files."""
+
+    task: ClassVar[str] = "bytes"
+
+    length: Annotated[int, Positive] = 256
+    """Bytes of a training sequence, T."""
+    test_lengths: Annotated[tuple[int, ...] | None, Distinct, Positive] = None
+    """Held-out text is also read in windows of the longest of these, and scored between one length and the next:
+    what more context is worth. None: it is not."""
+    val_bytes: Annotated[int, Positive] = 131072
+    """Held-out bytes scored by a validation, spread evenly over the held-out text."""
+    prompt: str = ""
+    """Start of the sample, any bytes; empty: the start of a new file."""
+    sample_bytes: Annotated[int, Positive] = 600
+    """Bytes of the sample."""
+    temperature: Annotated[float, NotNegative] = 0.7
+    """Temperature of the sample; 0 takes the likeliest byte."""
+
+    def check(self) -> None:
+        prompt_bytes(self.prompt)
+        if self.test_lengths is not None and list(self.test_lengths) != sorted(self.test_lengths):
+            fail("test_lengths", "ascending lengths", " ".join(map(str, self.test_lengths)))
 
 
 class BytesTask(Task):
     """Next-byte modelling of a text."""
 
+    Options = TextOptions
     vocab_size = 256
     metric = "bpb"
     label = "bits per byte"
@@ -32,6 +63,14 @@ class BytesTask(Task):
         self.corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
         self.data, self.val = self.corpus.train, self.corpus.val
         self.starts = text.window_starts(self.val.size, self.length, o.val_bytes)
+
+    @classmethod
+    def vocabulary(cls, options: Any) -> int:
+        return cls.vocab_size
+
+    @classmethod
+    def text(cls, options: Any) -> Text:
+        return TEXT
 
     def train_batch(self, step: int) -> Batch:
         # Philox is a counter: key (seed, step) needs no state to be saved.

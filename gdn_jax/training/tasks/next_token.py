@@ -1,8 +1,10 @@
 """Next-token modelling of a text in the tokens of a Hugging Face checkpoint, as a task."""
 
+import dataclasses
 import hashlib
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +13,46 @@ from jaxtyping import Array, Int
 
 from gdn_jax import models
 from gdn_jax.commands.errors import RunError, fail
+from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, stop_tokens
 from gdn_jax.training.tasks import next_byte, ngrams, text
-from gdn_jax.training.tasks.options import TokensOptions, prompt_text
+from gdn_jax.training.tasks.options import CorpusOptions, Pretrained, prompt_bytes, prompt_text
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensOptions(CorpusOptions):
+    """Fine-tuning of a Hugging Face checkpoint on real text, in its own tokens; validated in bits per byte."""
+
+    task: ClassVar[str] = "tokens"
+
+    from_: Annotated[Path | None, MayChange] = None
+    """Folder of the checkpoint, whose model and tokenizer the run has. With --resume: where it lies now."""
+    lora_rank: Annotated[int | None, Positive] = None
+    """Train low-rank changes of this rank, and leave the weights as they are. None: train all weights."""
+    lora_projections: Annotated[tuple[str, ...], Distinct] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Projections with such a change, in all layers that have them. Experts have none."""
+    length: Annotated[int, Positive] = 256
+    """Tokens of a training sequence, T."""
+    val_tokens: Annotated[int, Positive] = 32768
+    """Held-out tokens scored by a validation, spread evenly over the held-out text."""
+    prompt: str = ""
+    """Start of the sample; empty: the start of a new text."""
+    sample_tokens: Annotated[int, Positive] = 150
+    """Tokens of the sample."""
+    temperature: Annotated[float, NotNegative] = 0.7
+    """Temperature of the sample; 0 takes the likeliest token."""
+
+    def check(self) -> None:
+        prompt_bytes(self.prompt)
+
+    def pretrained(self) -> Pretrained:
+        return Pretrained(self.from_, self.lora_rank, self.lora_projections)
+
 
 COUNTED = 131072
 """Held-out bytes that the tables of counts are scored on, at most."""
-
-
-def vocab_size(options: TokensOptions) -> int:
-    """Returns how many tokens the checkpoint's model has.
-
-    Raises:
-      RunError: there is no such checkpoint.
-    """
-    if options.from_ is None:
-        fail("from_", "the folder of a checkpoint", "none")
-    try:
-        file = options.from_ / CONFIG
-        return describe(read_json(file), str(file)).fields.size("vocab_size")
-    except (ValueError, NotImplementedError) as error:
-        raise RunError(f"--from: {error}") from error
 
 
 class Words:
@@ -104,15 +123,16 @@ class Words:
 class TokensTask(next_byte.BytesTask):
     """Next-token modelling of a text. Its losses are told in bits per byte, so that tokenizers can be compared."""
 
+    Options = TokensOptions
+    training: ClassVar[dict[str, Any]] = {"lr": 1e-4}
     axis = "tokens"
 
     def __init__(self, options: TokensOptions, batch_size: int, seed: int):
-        self.vocab_size = vocab_size(options)
-        assert options.from_ is not None
+        self.vocab_size = self.vocabulary(options)
         self.options, self.batch_size, self.seed = options, batch_size, seed
         self.size = self.length = options.length
         self.tests = ()
-        self.words = Words(options.from_, self.vocab_size)
+        self.words = self.text(options)
         self.words.check(options.prompt, self.vocab_size)
         self.corpus = text.load(options.data, options.glob, packages=options.packages)
         self.data, self.val = self.words.stream(self.corpus.train), self.words.stream(self.corpus.val)
@@ -121,6 +141,27 @@ class TokensTask(next_byte.BytesTask):
                 fail("data", f"at least --length + 1 = {self.length + 1} {side} tokens", part.size)
         self.starts = text.window_starts(self.val.size, self.length, options.val_tokens)
         self.bytes_per_token = self.corpus.val.size / self.val.size
+
+    @classmethod
+    def vocabulary(cls, options: Any) -> int:
+        """Returns how many tokens the checkpoint's model has.
+
+        Raises:
+          RunError: there is no such checkpoint.
+        """
+        if options.from_ is None:
+            fail("from_", "the folder of a checkpoint", "none")
+        try:
+            file = options.from_ / CONFIG
+            return describe(read_json(file), str(file)).fields.size("vocab_size")
+        except (ValueError, NotImplementedError) as error:
+            raise RunError(f"--from: {error}") from error
+
+    @classmethod
+    def text(cls, options: Any) -> Words:
+        size = cls.vocabulary(options)
+        assert options.from_ is not None
+        return Words(options.from_, size)
 
     def metrics(self, loss: float, accuracy: float) -> dict[str, float]:
         del accuracy

@@ -12,12 +12,102 @@ The first pair gets the gap with the largest `log p + noise`, the next one the l
 have short gaps: the order of the questions is tied to that of the pairs. With `shuffled` it is independent of it.
 """
 
+import dataclasses
 from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
+
+from gdn_jax.commands.errors import RunError, fail, flag
+from gdn_jax.commands.fields import Distinct, Later, Positive, Range, Repeated
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.generated import GeneratedOptions, GeneratedTask
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallOptions(GeneratedOptions):
+    """Multi-query associative recall (Arora et al. 2023, "Zoology"); accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "recall"
+
+    vocab_size: Annotated[int, Positive] = 64
+    """Tokens: the first half are keys, the second half values."""
+    num_pairs: Annotated[int, Positive] = 8
+    """Key-value pairs of a training sequence, each queried once."""
+    vary_pairs: bool = False
+    """Draw the number of pairs of every training sequence from 1 to --num-pairs; fill takes the place of the rest."""
+    rewrite: bool = False
+    """Let keys come again with other values: the last value counts."""
+    length: Annotated[int, Positive] = 32
+    """Tokens of a sequence, even and at least four a pair."""
+    power: Annotated[float, Range("a number above 0 and up to 1000", lambda x: 0 < x <= 1000)] = 0.01
+    """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
+    questions: Annotated[Literal["gaps", "shuffled"], Later] = "gaps"
+    """Order of the questions. gaps: as Zoology's law draws the gaps, pairs written early are mostly asked early;
+    shuffled: independent of the order of the pairs, with the same gaps."""
+    test_pairs: Annotated[tuple[int, ...], Distinct, Positive] = (2, 4, 8)
+    """Numbers of pairs that the trained model is tested with."""
+    cases: Annotated[tuple[str, ...] | None, Repeated] = None
+    """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
+    One that stands here twice has two turns. They take the place of --length, --num-pairs and --test-pairs."""
+
+    test_cases: Annotated[tuple[str, ...] | None, Distinct] = None
+    """Lengths and pairs that the trained model is tested at beside those of --cases."""
+
+    def parsed_cases(self, name: str = "cases") -> list[tuple[int, int]]:
+        """Pairs and length of every one of --cases, or of --test-cases.
+
+        Raises:
+          RunError: one of them is no length and pairs, or two have the same number of pairs in different lengths.
+        """
+        cases: dict[int, int] = {}
+        turns = []
+        for case in getattr(self, name) or ():
+            length, colon, pairs = case.partition(":")
+            numbers = all(number.isdecimal() and len(number) < 10 for number in (length, pairs))
+            if not (colon and numbers and int(pairs)):
+                fail(name, "length and pairs like 64:4", case[:60])
+            if cases.setdefault(int(pairs), int(length)) != int(length):
+                fail(name, "one length for a number of pairs", " ".join(getattr(self, name)))
+            if int(length) < 4 * int(pairs):
+                need = f"{pairs} pairs need at least {4 * int(pairs)} tokens"
+                raise RunError(f"{flag(name)}: {need}, got {length} in {case}")
+            if int(length) % 2:
+                fail(name, "an even length", case)
+            turns.append((int(pairs), int(length)))
+        return turns
+
+    def tests(self) -> dict[int, int]:
+        cases = dict(self.parsed_cases() + self.parsed_cases("test_cases"))
+        return cases or dict.fromkeys(self.test_pairs, self.length)
+
+    def longest(self) -> int:
+        return max((length for _, length in self.parsed_cases()), default=self.length)
+
+    def trained_size(self) -> int:
+        return max(dict(self.parsed_cases()), default=self.num_pairs)
+
+    def check(self) -> None:
+        more = dict(self.parsed_cases("test_cases"))
+        if more and (not self.cases or more.keys() & dict(self.parsed_cases()).keys()):
+            fail("test_cases", "numbers of pairs beside those of --cases", " ".join(self.test_cases or ()))
+        if cases := more | dict(self.parsed_cases()):
+            if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else max(cases)):
+                least = 2 if self.rewrite else 2 * max(cases)
+                fail("vocab_size", f"an even number, at least {least}", self.vocab_size)
+            return
+        if self.length % 2:
+            fail("length", "an even number", self.length)
+        for name, most in (("num_pairs", self.num_pairs), ("test_pairs", max(self.test_pairs))):
+            if self.length < 4 * most:
+                fail("length", f"at least 4 * --{name.replace('_', '-')} = {4 * most}", self.length)
+            if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else most):
+                least = "2" if self.rewrite else f"2 * --{name.replace('_', '-')} = {2 * most}"
+                fail("vocab_size", f"an even number, at least {least}", self.vocab_size)
+
 
 SLICES = 8
 """Parts that the pairs of a sequence are told apart in, at most."""
@@ -115,3 +205,75 @@ def slices(
     }
     number = np.arange(count)[:, None, None]
     return {name: (at == number) & asked for name, at in found.items()}
+
+
+class RecallTask(GeneratedTask[RecallOptions]):
+    """Multi-query associative recall; see `sequences`."""
+
+    Options = RecallOptions
+    training = GeneratedTask.training | {"steps": 800}  # of two seeds, one has learned nothing at 400
+    label = "accuracy at the queries"
+    axis = "pairs"
+
+    def __init__(self, options: RecallOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
+        self.vocab_size = options.vocab_size
+        pairs = options.parsed_cases()
+        self.cases, self.lengths = dict(pairs), options.tests()  # length by pairs
+        if pairs:
+            self.turns = tuple(self.test_sizes.index(n) for n, _ in pairs)
+
+    def kind_names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.cases or (self.size,)))
+
+    def asked(self, kind: int) -> int:
+        return [*self.cases][kind] if self.cases else self.size
+
+    def _draw(self, key: jax.Array, kept: jax.Array, num_pairs: int) -> Batch:
+        o = self.o
+        length = self.lengths.get(num_pairs, o.length)
+        tokens, targets, asked = sequences(
+            key,
+            kept.shape[0],
+            length,
+            o.vocab_size,
+            num_pairs,
+            o.power,
+            kept,
+            rewrite=o.rewrite,
+            shuffled=o.questions == "shuffled",
+        )
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        return self._draw(key, jnp.full((batch,), size), size if self.cases else max(size, self.o.num_pairs))
+
+    def draw_training(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
+        pairs = [*self.cases][kind] if self.cases else self.size
+        if not self.o.vary_pairs:
+            return self.draw(key, batch, pairs)
+        key_pairs, key = jax.random.split(key)
+        kept = jax.random.randint(key_pairs, (batch,), 1, pairs + 1)
+        return self._draw(key, kept, pairs)
+
+    def slices(self, batch: Batch, size: int) -> dict[str, np.ndarray]:
+        return slices(batch.tokens, np.asarray(batch.weights) != 0, size)
+
+    def baselines(self) -> dict[str, float]:
+        # Without rewrite the values of a sequence differ: there are as many as pairs, where all have the same number.
+        values = self.o.vocab_size // 2 if self.o.rewrite or self.cases else self.o.num_pairs
+        return {f"one of {values} values at random": 1 / values}
+
+    def summary(self) -> str:
+        o = self.o
+        pairs = f"1 to {o.num_pairs}" if o.vary_pairs else o.num_pairs
+        what = f"{pairs} pairs in {o.length} tokens"
+        if self.cases:
+            up_to = "1 to " if o.vary_pairs else ""
+            shares = [self.turns.count(kind) for kind in range(len(self.cases))]
+            share = [f" ({n} of {sum(shares)} steps)" if max(shares) > 1 else "" for n in shares]
+            cases = zip(self.cases.items(), share, strict=True)
+            what = ", ".join(f"{up_to}{pairs} pairs in {length} tokens{of}" for (pairs, length), of in cases)
+        how = ", keys rewritten" if o.rewrite else ""
+        how += ", questions shuffled" if o.questions == "shuffled" else ""
+        return f"recall of {what}, vocabulary {o.vocab_size}{how}, {o.freshness()}"

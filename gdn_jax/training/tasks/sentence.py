@@ -9,12 +9,45 @@ Source: Hsieh et al. 2024, "RULER", single needles: S-NIAH-1 (repeated noise, a 
 S-NIAH-3 (text, a long code), as Yang et al. 2024 (arXiv 2412.06464), table 3, run them; the words are this project's.
 """
 
+import dataclasses
 from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key, UInt8
+
+from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, NotNegative, Positive
+from gdn_jax.training.tasks import text
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.generated import GeneratedOptions, GeneratedTask
+from gdn_jax.training.tasks.options import CorpusOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceOptions(GeneratedOptions, CorpusOptions):
+    """A sentence in a long text, asked for at the end (Hsieh et al. 2024, "RULER"; S-NIAH 1 to 3), in bytes."""
+
+    task: ClassVar[str] = "sentence"
+
+    haystack: Literal["repeated", "text"] = "repeated"
+    """repeated: the same few words over and over; text: pieces of --data, the held-out part of which is for tests."""
+    value: Literal["number", "code"] = "number"
+    """Answer that the sentence gives: a number of seven digits, or a code of 32 hexadecimal digits."""
+    text_weight: Annotated[float, NotNegative] = 0.0
+    """Weight in training of every other byte beside the value's: above 0 the model learns to read as well."""
+    length: Annotated[int, Positive] = 512
+    """Bytes of a training sequence."""
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (512, 1024)
+    """Lengths that the trained model is tested at."""
+
+    def check(self) -> None:
+        for name, given in (("length", self.length), ("test_lengths", min(self.test_lengths))):
+            if given < 256:
+                fail(name, "at least 256: the sentence and the question take up to 150 bytes", given)
+
 
 NOISE = b"The road is long. The day is warm. The river runs low. We walk out, and we walk back again. "
 DIGITS = {"number": (7, b"0123456789"), "code": (32, b"0123456789abcdef")}
@@ -73,3 +106,48 @@ def pieces(
     starts = jax.random.randint(key, (batch, 1), 0, stream.size - length + 1)
     rows = stream[starts + jnp.arange(length)]
     return jnp.where(rows == 0, jnp.uint8(ord("\n")), rows)
+
+
+class SentenceTask(GeneratedTask[SentenceOptions]):
+    """A sentence in a long text; see `hide`. The data are the two parts of the text."""
+
+    Options = SentenceOptions
+    label = "accuracy at the digits of the answer"
+    axis = "bytes"
+    vocab_size = 256
+
+    def __init__(self, options: SentenceOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
+        o, self.source = self.o, "repeated words"
+        if o.haystack == "text":
+            longest = max(o.length, *o.test_lengths)
+            corpus = text.load(o.data, o.glob, packages=o.packages, length=longest)
+            self.data = {"train": jnp.asarray(corpus.train), "held out": jnp.asarray(corpus.val)}
+            self.source = corpus.source
+
+    def _draw(self, key: jax.Array, batch: int, size: int, part: str) -> Batch:
+        key_haystack, key_sentence = jax.random.split(key)
+        if self.o.haystack == "text":
+            haystack = pieces(key_haystack, self.data[part], batch=batch, length=size + 1)
+        else:
+            haystack = noise(batch, size + 1)
+        tokens, targets, asked = hide(key_sentence, haystack, value=self.o.value)
+        return Batch(tokens, targets, asked.astype(jnp.float32))
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        return self._draw(key, batch, size, "held out")
+
+    def draw_training(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
+        drawn = self._draw(key, batch, self.size, "train")
+        return drawn._replace(weights=jnp.maximum(drawn.weights, self.o.text_weight))
+
+    def draw_validation(self, key: jax.Array, batch: int, kind: int = 0) -> Batch:
+        return self.draw(key, batch, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        digits = len(DIGITS[self.o.value][1])
+        return {f"one of {digits} digits at random": 1 / digits}
+
+    def summary(self) -> str:
+        o, (count, _) = self.o, DIGITS[self.o.value]
+        return f"a {o.value} of {count} digits in {o.length} bytes of {self.source}, {o.freshness()}"

@@ -9,11 +9,39 @@ Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692), section 5: 64 stacks. The o
 chances, and a push wherever the drawn stack is empty are choices of this project.
 """
 
+import dataclasses
 from functools import partial
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
+
+from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.generated import GeneratedOptions, GeneratedTask, past
+
+
+@dataclasses.dataclass(frozen=True)
+class StackOptions(GeneratedOptions):
+    """Values pushed on several stacks and popped again; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "stack"
+
+    num_stacks: Annotated[int, Positive] = 8
+    """Stacks, drawn evenly for every operation."""
+    num_tokens: Annotated[int, Positive] = 16
+    """Different values."""
+    length: Annotated[int, Positive] = 96
+    """Tokens of a training sequence, three for an operation."""
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (96, 192)
+    """Lengths that the trained model is tested at; beyond the training length only pops past it count."""
+
+    def check(self) -> None:
+        for name, given in (("length", (self.length,)), ("test_lengths", self.test_lengths)):
+            if wrong := [length for length in given if length % 3 or length < 6]:
+                fail(name, "a multiple of 3, at least 6: three tokens for an operation", wrong[0])
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -61,3 +89,26 @@ def sequences(
         return rows.reshape(-1), targets, jnp.zeros((length,), bool).at[places].set(pops)
 
     return jax.vmap(one)(jax.random.split(key, batch))
+
+
+class StackTask(GeneratedTask[StackOptions]):
+    """Values on several stacks; see `sequences`."""
+
+    Options = StackOptions
+    label = "accuracy of the popped values"
+
+    def __init__(self, options: StackOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
+        self.vocab_size = self.o.num_tokens + self.o.num_stacks + 2
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets, asked = sequences(key, batch, size, self.o.num_stacks, self.o.num_tokens)
+        counts = past(tokens, targets, self.size)
+        return counts._replace(weights=counts.weights * asked)
+
+    def baselines(self) -> dict[str, float]:
+        return {f"one of {self.o.num_tokens} values at random": 1 / self.o.num_tokens}
+
+    def summary(self) -> str:
+        o = self.o
+        return f"{o.num_stacks} stacks of {o.num_tokens} values, {self.size // 3} operations, {o.freshness()}"

@@ -12,13 +12,52 @@ Source: Merrill et al. 2024, "The Illusion of State in State-Space Models"; Graz
 Siems et al. 2025, "DeltaProduct" (arXiv 2502.10297).
 """
 
+import dataclasses
 import itertools
 from functools import partial
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
+
+from gdn_jax.commands.errors import fail
+from gdn_jax.commands.fields import Distinct, Positive
+from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.generated import GeneratedOptions, GeneratedTask, past
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityOptions(GeneratedOptions):
+    """The parity of the bits so far, after every bit; accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "parity"
+
+    length: Annotated[int, Positive] = 32
+    """Bits of a training sequence."""
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
+    """Lengths that the trained model is tested at; beyond the training length only bits past it count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PermutationOptions(GeneratedOptions):
+    """The product of the permutations so far (word problem of a group); accuracy on fresh sequences."""
+
+    task: ClassVar[str] = "permutation"
+
+    group: Literal["S3", "A5", "S5"] = "S3"
+    """Permutations of three or of five things; A5: the even ones of five."""
+    elements: Literal["all", "swaps"] = "all"
+    """Tokens of a word: all elements of the group, or those that exchange two things."""
+    length: Annotated[int, Positive] = 32
+    """Permutations of a training sequence."""
+    test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (32, 64, 128)
+    """Lengths that the trained model is tested at; beyond the training length only products past it count."""
+
+    def check(self) -> None:
+        if self.group == "A5" and self.elements == "swaps":
+            fail("elements", "all, since no swap is in A5", self.elements)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -73,3 +112,50 @@ def words(
     """
     tokens = letters[jax.random.randint(key, (batch, length), 0, letters.shape[0])]
     return tokens, jax.lax.associative_scan(lambda a, b: table[a, b], tokens, axis=1)
+
+
+class ParityTask(GeneratedTask[ParityOptions]):
+    """Parity of the bits so far; see `parity`."""
+
+    Options = ParityOptions
+    training = GeneratedTask.training | {"allow_neg_eigval": True}
+    label = "accuracy of the running parity"
+    vocab_size = 2
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets = parity(key, batch, size)
+        return past(tokens, targets, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        return {"a guess": 0.5}
+
+    def summary(self) -> str:
+        return f"parity of {self.size} bits, {self.o.freshness()}"
+
+
+class PermutationTask(GeneratedTask[PermutationOptions]):
+    """Product of the permutations so far; see `words`."""
+
+    Options = PermutationOptions
+    training = GeneratedTask.training | {"allow_neg_eigval": True}
+    label = "accuracy of the running product"
+
+    def __init__(self, options: PermutationOptions, batch_size: int, seed: int):
+        super().__init__(options, batch_size, seed)
+        group = elements(int(self.o.group[1]))
+        group = even(group) if self.o.group == "A5" else group
+        letters = swaps(group) if self.o.elements == "swaps" else np.arange(len(group))
+        self.letters, self.table = jnp.asarray(letters), jnp.asarray(products(group))
+        self.vocab_size = len(group)
+
+    def draw(self, key: jax.Array, batch: int, size: int) -> Batch:
+        tokens, targets = words(key, batch, size, self.letters, self.table)
+        return past(tokens, targets, self.size)
+
+    def baselines(self) -> dict[str, float]:
+        # Swaps change the sign at every token: half of the group can be told apart by counting them.
+        return {"a guess": (2 if self.o.elements == "swaps" else 1) / self.vocab_size}
+
+    def summary(self) -> str:
+        o = self.o
+        return f"products of {self.size} permutations of {o.group} ({o.elements}), {o.freshness()}"

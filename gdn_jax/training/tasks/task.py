@@ -1,18 +1,40 @@
 """Tasks as the training loop sees them: batches that the step alone decides, metrics, baselines, a sample."""
 
 import copy
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from gdn_jax import models
 from gdn_jax.training.tasks.batch import Batch
+from gdn_jax.training.tasks.options import TaskOptions
+
+
+@runtime_checkable
+class Text(Protocol):
+    """Text of a task as tokens and back."""
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        ...
+
+    def encode(self, prompt: str) -> Int[Array, "1 T"]:
+        """Returns the tokens of a prompt."""
+        ...
+
+    def decode(self, tokens: Int[Array, " T"]) -> str:
+        """Returns the text of tokens up to one that ends it."""
+        ...
 
 
 class Task:
     """A data source with its own way of keeping score, whose training batches can be drawn inside a program too.
 
     Attributes:
+      Options: class of its options.
+      training: defaults of `gdn train`, by the names of the options, where they are not those of every run.
       vocab_size: tokens of the model.
       metric: key of the number that is drawn and printed; label: its name and unit in words.
       lower_is_better: direction of the metric.
@@ -24,6 +46,8 @@ class Task:
         differ in their shapes; those of one shape share what is compiled of a step.
     """
 
+    Options: ClassVar[type[TaskOptions]]
+    training: ClassVar[dict[str, Any]] = {}
     vocab_size: int
     metric: str
     label: str
@@ -32,6 +56,19 @@ class Task:
     size: int
     data: PyTree = None
     turns: tuple[int, ...] = (0,)
+
+    def __init__(self, options: Any, batch_size: int, seed: int):
+        raise NotImplementedError
+
+    @classmethod
+    def vocabulary(cls, options: Any) -> int:
+        """Returns how many tokens the model has, without reading a text that may be elsewhere by now."""
+        return cls(options, 1, 0).vocab_size
+
+    @classmethod
+    def text(cls, options: Any) -> Text | None:
+        """Returns the text of the tokens; None where they stand for none."""
+        return None
 
     def train_batch(self, step: int) -> Batch:
         """Returns the batch of one optimiser step, which the seed and the step alone decide."""
