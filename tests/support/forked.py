@@ -18,7 +18,7 @@ PARENT = """
 import json, os, sys
 import jax, matplotlib.pyplot, optax, orbax.checkpoint, rich.console, tyro
 import gdn_jax.sweeps.sweep, gdn_jax.training.train
-from gdn_jax import cli
+from gdn_jax.commands import cli
 
 assert len(os.listdir("/proc/self/task")) == 1, "a child has one thread of its parent"
 while line := sys.stdin.readline():
