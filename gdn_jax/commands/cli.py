@@ -18,6 +18,7 @@ from gdn_jax.commands.interrupts import INTERRUPTED, answered
 from gdn_jax.commands.parsing import Help, Usage, parse
 
 _NEEDED = {
+    "filelock": "filelock",
     "optax": "optax",
     "orbax": "orbax-checkpoint",
     "matplotlib": "matplotlib",

@@ -1,12 +1,12 @@
 """One process at a time owns a folder, or a part of its work.
 
-The owner keeps a file `lock` in the folder that says who it is: host, process, since when. One process at a time
-looks for the file and makes it. As long as its owner lives, the kernel keeps a lock (flock) on it. So a process of
-the same host can tell whether an owner is gone, however it ended, and takes over what a dead one left. The owner on
-another host cannot be asked: its lock is respected.
+The owner holds a lock of the library `filelock` on a file `lock` in the folder, which says who it is: host, process,
+since when. The kernel lets go of it however the owner ends, so a process of the same host takes over what a dead one
+left. The owner on another host cannot be asked: its lock is respected.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,13 +14,17 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from gdn_jax.commands.errors import RunError
-from gdn_jax.commands.files import naming, parse_json, regular
+from gdn_jax.commands.files import naming, parse_json, read_file
 
 NAME = "lock"
-_MOST = 2**16  # characters that are read of a lock
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of a file system without locks. A file there belongs to whoever made it, also when that process is gone."""
+_UNKNOWN = {"host": "an unknown host", "process": "?", "since": "?"}
 
 
 class Taken(RunError):
@@ -40,14 +44,33 @@ def owned(folder: Path, part: str | None = None) -> Iterator[None]:
       OSError: the lock is no regular file, or cannot be made.
     """
     path = folder / (NAME if part is None else f"{NAME}.{part}")
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     with alone(folder):
-        file = _take(path)
-    with file:
         try:
-            yield
-        finally:
-            if _same(file, path):
+            path.touch(exist_ok=False)
+            made, before = True, None
+        except FileExistsError:
+            made, before = False, _owner(path)
+        here = before is None or before["host"] == socket.gethostname()
+        try:
+            if not here:
+                raise Timeout(str(path))
+            lock.acquire()
+        except Timeout:
+            raise Taken(_refusal(path, before or _owner(path) or _UNKNOWN, here)) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if not made:
+                raise Taken(_refusal(path, before or _UNKNOWN, here)) from None
+        ours = _sign(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(ours, path.stat()):
                 path.unlink()
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -65,61 +88,29 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _take(path: Path) -> TextIO:
-    """Makes the lock, open and held: a free one, or one that a dead process of this host has left."""
-    while True:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(path, "r+", encoding="utf-8", errors="replace", opener=regular) as theirs,
-        ):
-            owner = _owner(theirs.read(_MOST))
-            here = owner["host"] == socket.gethostname()
-            if not here or not _hold(theirs):
-                raise Taken(_refusal(path, owner, here))
-            path.unlink()
-        # On a file system where `alone` does not wait, another process may be the first.
-        with contextlib.suppress(FileExistsError), naming(path):
-            return _write(path)
-
-
-def _write(path: Path) -> TextIO:
-    """Makes a file that says who this process is, open and held."""
+def _sign(path: Path) -> os.stat_result:
+    """Writes into a lock who this process is; returns which file it is."""
     owner = {
         "host": socket.gethostname(),
         "process": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
-    file = open(path, "x", encoding="utf-8")
-    _hold(file)
-    file.write(json.dumps(owner) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-    return file
+    with naming(path), open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(owner) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno())
 
 
-def _hold(file: TextIO) -> bool:
-    """Locks an open file for the life of this process; False if another one has it, or if none can tell."""
+def _owner(path: Path) -> dict[str, Any] | None:
+    """Reads who the owner of a lock is; None without a lock."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without such locks
-        return False
-    return True
-
-
-def _same(file: TextIO, path: Path) -> bool:
-    """Says whether the open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        owner = parse_json(read_file(path))
+        return {name: owner[name] for name in _UNKNOWN}
     except FileNotFoundError:
-        return False
-
-
-def _owner(text: str) -> dict[str, Any]:
-    try:
-        owner = parse_json(text)
-        return {name: owner[name] for name in ("host", "process", "since")}
+        return None
     except (ValueError, KeyError, TypeError):
-        return {"host": "an unknown host", "process": "?", "since": "?"}
+        return _UNKNOWN
 
 
 def _refusal(path: Path, owner: dict[str, Any], here: bool) -> str:

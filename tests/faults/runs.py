@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "a lock is deleted that another owner has made",
-        "            if _same(file, path):\n                path.unlink()\n",
+        "            if os.path.samestat(ours, path.stat()):\n                path.unlink()\n",
         "            path.unlink()\n",
         "tests/training/test_files.py::test_a_lock_that_is_somebody_elses_by_now_stays",
     ),

@@ -262,7 +262,7 @@ OUTSIDE: dict[str, set[str]] = {
     "layers": {"flax"},
     "models": {"flax"},
     "hf": {"flax", "tokenizers"},
-    "commands": {"rich", "tyro"},
+    "commands": {"filelock", "rich", "tyro"},
     "checks": {"ml_dtypes", "rich"},
     "training": {"flax", "matplotlib", "optax", "orbax", "rich"},
     "sweeps": {"flax", "matplotlib", "rich", "scipy"},

@@ -1,6 +1,7 @@
 """What every command does with files: whole ones, lines, and locks that survive their owners."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -227,7 +228,25 @@ def test_lock_of_another_host(tmp_path, content):
         pass
 
 
-# A file system without locks cannot tell that a process is dead.
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """A file there belongs to whoever made it; that its process is dead cannot be told."""
+
+    def acquire(lock):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.FileLock, "acquire", acquire)
+    who = f"owned by process {os.getpid()} on {socket.gethostname()}"
+    with owned(tmp_path), pytest.raises(Taken, match=who), owned(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "lock").write_text(
+        json.dumps({"host": socket.gethostname(), "process": 1, "since": "long ago"})
+    )
+    with pytest.raises(Taken, match="owned by process 1 on"), owned(tmp_path):
+        pass
+
+
+# Without `alone` several may ask at once.
 @pytest.mark.parametrize("stale, waits", [(False, True), (True, True), (False, False)])
 def test_one_of_many_gets_it(tmp_path, monkeypatch, stale, waits):
     """Threads that ask at the same time, also for the lock of a dead process; a free one without `alone` too."""
