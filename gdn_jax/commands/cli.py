@@ -130,24 +130,21 @@ def _train(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
     from gdn_jax.training import options as options_lib
-
-    default = options_lib.TASKS[task]
-    options = _parse(options_lib.TrainOptions, default, argv, f"gdn train {task}")
-    options_lib.check(options)
-    if options.run.resume:
-        config = _stored(task, options.run.out)
-        stored = options_lib.from_json(default, config["options"], options.run)
-        options = _parse(options_lib.TrainOptions, stored, argv, f"gdn train {task}")
-        options_lib.check(options)
-        again = f"; a new run from its weights may differ: gdn train {task} --init-from {options.run.out}"
-        options_lib.check_same(stored, options, again)
-    elif options.run.init_from is not None:
-        config = _stored(task, options.run.init_from, "--init-from")
-        begun = options_lib.after(options_lib.from_json(default, config["options"], options.run))
-        options = _parse(options_lib.TrainOptions, begun, argv, f"gdn train {task}")
-        options_lib.check(options)
     from gdn_jax.training.train import train
 
+    default, prog = options_lib.TASKS[task], f"gdn train {task}"
+    options = _parse(options_lib.TrainOptions, default, argv, prog)
+    run, stored = options.run, None
+    if run.resume:
+        stored = options_lib.from_json(default, _stored(task, run.out)["options"], run)
+        options = _parse(options_lib.TrainOptions, stored, argv, prog)
+    elif run.init_from is not None:
+        begun = options_lib.from_json(default, _stored(task, run.init_from, "--init-from")["options"], run)
+        options = _parse(options_lib.TrainOptions, options_lib.after(begun), argv, prog)
+    options_lib.check(options)
+    if stored is not None:
+        again = f"; a new run from its weights may differ: gdn train {task} --init-from {run.out}"
+        options_lib.check_same(stored, options, again)
     return train(options, Console())
 
 

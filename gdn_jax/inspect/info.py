@@ -125,9 +125,9 @@ def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     _, stored, options = open_run(path)
     task = options.task
     if (start := task.pretrained()) is not None:
-        assert start.folder is not None
-        _, config, skipped, _ = _of_checkpoint(start.folder)
-        name = f"{path}: a run of {stored['task']} from {start.folder}"
+        assert start.from_ is not None
+        _, config, skipped, _ = _of_checkpoint(start.from_)
+        name = f"{path}: a run of {stored['task']} from {start.from_}"
         return name, dataclasses.replace(config, dtype=compute_dtype(options.model)), skipped, None
     values = options.model.config_values() | {"dtype": compute_dtype(options.model)}
     config = ModelConfig(vocab_size=CLASSES[task.task].vocabulary(task), **values)

@@ -99,12 +99,12 @@ def start_model(task: TaskOptions, model: ModelOptions, vocab_size: int, seed: i
     start = task.pretrained()
     if start is None:
         return make_model(model, vocab_size, seed)
-    assert start.folder is not None
+    assert start.from_ is not None
     dtype, rank = compute_dtype(model), start.lora_rank
     implementation = None if model.implementation == "auto" else model.implementation
     try:
         made = load_hf(
-            start.folder,
+            start.from_,
             dtype=dtype,
             weight_dtype="float32" if rank is None else dtype,
             implementation=implementation,

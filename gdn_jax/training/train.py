@@ -44,12 +44,15 @@ from gdn_jax.training.trainer import Diverged, Trainer
 def train(options: TrainOptions, console: Console) -> int:
     """Runs `gdn train`; returns the exit status.
 
+    Args:
+      options: that `options.check` has passed.
+      console: where progress is shown.
+
     Raises:
       RunError: something asked for cannot be done; nothing was overwritten.
     """
-    options_lib.check(options)
-    host = None
-    if options.run.mesh is not None:
+    host, mesh = None, options.run.mesh
+    if mesh is not None:
         try:
             host = processes.join()
         except ValueError as error:
@@ -58,15 +61,15 @@ def train(options: TrainOptions, console: Console) -> int:
     if compiled is not None:
         text = f"compiled programs are kept in {compiled}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    placement = Placement.on(options.run.mesh)
+    placement = Placement.on(mesh)
     again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
     try:
         with lifeline.held(host, partial(_lost, again)) as problem:
             if problem is not None:
                 _say(f"no connection to the first process ({problem}): the death of one is noticed later")
-            if options.run.mesh is not None and not processes.is_first():
-                return _follow(options, placement)
-            return _lead(options, placement, console)
+            first = mesh is None or processes.is_first()
+            with (_opened if first else _followed)(options, placement) as (trainer, run, then):
+                return _work(trainer, run, then, console if first else Console(quiet=True))
     except Exception as error:
         if jax.process_count() == 1:
             raise
@@ -103,8 +106,13 @@ def _tell(error: Exception, again: str) -> None:
     _say(reason)
 
 
-def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
-    """Trains in the first process, or the only one."""
+_Opened = tuple[Trainer, RunFolder, dict[str, str]]
+"""A trainer, the folder of its run, and the versions at the start of the run."""
+
+
+@contextlib.contextmanager
+def _opened(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
+    """Makes a run, or opens one to resume, and owns its folder: in the first process, or the only one."""
     if options.run.resume:
         run, config = RunFolder.open(options.run.out)
         with owned(run.path):
@@ -118,7 +126,8 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
                 config["options"] = stored
                 run.write_json("config.json", config)
             processes.wait("the run is open")
-            return _work(trainer, run, config["versions"], console)
+            yield trainer, run, config["versions"]
+            return
     check_free(options.run.out)
     if jax.process_count() > 1 and options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
@@ -138,7 +147,7 @@ def _lead(options: TrainOptions, placement: Placement, console: Console) -> int:
     with owned(run.path):
         run.write_json("config.json", config)
         processes.wait("the run is open")
-        return _work(trainer, run, config["versions"], console)
+        yield trainer, run, config["versions"]
 
 
 def _begin(options: TrainOptions, task: Task, placement: Placement) -> tuple[Trainer, dict[str, Any]]:
@@ -152,16 +161,16 @@ def _begin(options: TrainOptions, task: Task, placement: Placement) -> tuple[Tra
     return trainer, {"init_from": {"run": str(first.path.resolve()), "step": first.step}}
 
 
-def _follow(options: TrainOptions, placement: Placement) -> int:
-    """Trains in another process: the same steps and checkpoints, and nothing else in the run folder."""
+@contextlib.contextmanager
+def _followed(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
+    """Follows the run of the first process: the same steps and checkpoints, and nothing else in the run folder."""
     if options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
     task = make_task(options.task, options.run.batch_size, options.run.seed)
     trainer, _ = _begin(options, task, placement)
     processes.wait("the run is open")
     with tempfile.TemporaryDirectory() as scratch:
-        run = RunFolder.follow(options.run.out, Path(scratch))
-        return _work(trainer, run, {}, Console(quiet=True))
+        yield trainer, RunFolder.follow(options.run.out, Path(scratch)), {}
 
 
 def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Console) -> int:
@@ -240,9 +249,7 @@ def _restore(trainer: Trainer, store: Checkpoints, run: RunFolder, say: Callable
 def _label(options: TrainOptions) -> str:
     """Returns the name of a run's model in words."""
     start = options.task.pretrained()
-    return (
-        mixers.label(options.model) if start is None else printable(str(start.folder and start.folder.name))
-    )
+    return mixers.label(options.model) if start is None else printable(str(start.from_ and start.from_.name))
 
 
 @contextlib.contextmanager

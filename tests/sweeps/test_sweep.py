@@ -179,7 +179,11 @@ def test_processes_at_once(finished, tmp_path):
     (out / "runs.jsonl").unlink()
     (out / "table.md").unlink()
     again = ["sweep", "parity", "--out", str(out), "--resume"]
-    command = [sys.executable, "-c", "import sys; from gdn_jax.commands import cli; sys.exit(cli.main(sys.argv[1:]))"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from gdn_jax.commands import cli; sys.exit(cli.main(sys.argv[1:]))",
+    ]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     other = subprocess.Popen([*command, *again], env=env, stdout=subprocess.DEVNULL)
     while other.poll() is None and not [*out.glob("lock*")]:

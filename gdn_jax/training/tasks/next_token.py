@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from gdn_jax import models
 from gdn_jax.commands.errors import RunError, fail
-from gdn_jax.commands.fields import Distinct, MayChange, NotNegative, Positive
+from gdn_jax.commands.fields import NotNegative, Positive
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.families import describe
 from gdn_jax.hf.text import TOKENIZER, Tokenizer, check_text_only, stop_tokens
@@ -22,17 +22,11 @@ from gdn_jax.training.tasks.options import CorpusOptions, Pretrained, prompt_byt
 
 
 @dataclasses.dataclass(frozen=True)
-class TokensOptions(CorpusOptions):
+class TokensOptions(Pretrained, CorpusOptions):
     """Fine-tuning of a Hugging Face checkpoint on real text, in its own tokens; validated in bits per byte."""
 
     task: ClassVar[str] = "tokens"
 
-    from_: Annotated[Path | None, MayChange] = None
-    """Folder of the checkpoint, whose model and tokenizer the run has. With --resume: where it lies now."""
-    lora_rank: Annotated[int | None, Positive] = None
-    """Train low-rank changes of this rank, and leave the weights as they are. None: train all weights."""
-    lora_projections: Annotated[tuple[str, ...], Distinct] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Projections with such a change, in all layers that have them. Experts have none."""
     length: Annotated[int, Positive] = 256
     """Tokens of a training sequence, T."""
     val_tokens: Annotated[int, Positive] = 32768
@@ -46,9 +40,6 @@ class TokensOptions(CorpusOptions):
 
     def check(self) -> None:
         prompt_bytes(self.prompt)
-
-    def pretrained(self) -> Pretrained:
-        return Pretrained(self.from_, self.lora_rank, self.lora_projections)
 
 
 COUNTED = 131072

@@ -5,10 +5,10 @@ The docstring of such a class is the task's description on the command line, tha
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from gdn_jax.commands.errors import fail
-from gdn_jax.commands.fields import MayChange
+from gdn_jax.commands.fields import Distinct, MayChange, Positive
 
 
 def prompt_bytes(prompt: str) -> bytes:
@@ -32,19 +32,6 @@ def prompt_text(prompt: str) -> str:
     return prompt_bytes(prompt).decode(errors="replace")
 
 
-class Pretrained(NamedTuple):
-    """A checkpoint of Hugging Face that a run fine-tunes.
-
-    Fields:
-      folder: of the checkpoint; None where --from is missing.
-      lora_rank, lora_projections: as in `TokensOptions`.
-    """
-
-    folder: Path | None
-    lora_rank: int | None
-    lora_projections: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
     """Options of a task.
@@ -63,7 +50,7 @@ class TaskOptions:
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others; here all do."""
 
-    def pretrained(self) -> Pretrained | None:
+    def pretrained(self) -> "Pretrained | None":
         """Returns the checkpoint that the run begins with and whose sizes the model has, None for a fresh model."""
         return None
 
@@ -95,3 +82,18 @@ class CorpusOptions(TaskOptions):
     packages: bool = False
     """The folder is one of packages: whole packages are held out, and a file that comes again is left out. Without
     --data, the .py files of all packages that are installed beside this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained(TaskOptions):
+    """A checkpoint that a run begins with."""
+
+    from_: Annotated[Path | None, MayChange] = None
+    """Folder of the checkpoint, whose model and tokenizer the run has. With --resume: where it lies now."""
+    lora_rank: Annotated[int | None, Positive] = None
+    """Train low-rank changes of this rank, and leave the weights as they are. None: train all weights."""
+    lora_projections: Annotated[tuple[str, ...], Distinct] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Projections with such a change, in all layers that have them. Experts have none."""
+
+    def pretrained(self) -> "Pretrained":
+        return self
