@@ -152,26 +152,23 @@ def _sweep(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
     from gdn_jax.sweeps import options as sweep_options
+    from gdn_jax.sweeps import settings
     from gdn_jax.training import options as options_lib
 
-    prog, presets = f"gdn sweep {task}", sweep_options.PRESETS[task]
-    options = _parse(sweep_options.SweepOptions, presets["small"], argv, prog)
-    if options.sweep.resume:
+    prog = f"gdn sweep {task}"
+    options = _parse(sweep_options.SweepOptions, settings.preset(task, "small"), argv, prog)
+    given, stored = options.sweep, None
+    if given.resume:
         sweep_options.check(options)
-        config = _stored(f"sweep {task}", options.sweep.out)
-        stored = options_lib.from_json(presets["small"], config["options"], options.sweep)
-        options = _parse(sweep_options.SweepOptions, stored, argv, prog)
-        sweep_options.check(options)
-        options_lib.check_same(stored, options)
+        default = stored = settings.stored(task, _stored(f"sweep {task}", given.out)["options"], given)
+    elif given.config is not None:
+        default = settings.from_file(task, given.config, given)
     else:
-        config = options.sweep.config
-        default = (
-            presets[options.sweep.size]
-            if config is None
-            else sweep_options.from_file(task, config, options.sweep)
-        )
-        options = _parse(sweep_options.SweepOptions, default, argv, prog)
-        sweep_options.check(options)
+        default = settings.preset(task, given.size)
+    options = _parse(sweep_options.SweepOptions, default, argv, prog)
+    sweep_options.check(options)
+    if stored is not None:
+        options_lib.check_same(stored, options)
     from gdn_jax.sweeps.sweep import sweep
 
     return sweep(options, Console(), shlex.join(["gdn", "sweep", task, *argv]))
@@ -180,10 +177,10 @@ def _sweep(task: str, argv: list[str]) -> int:
 def _reproduce(argv: list[str]) -> int:
     from rich.console import Console
 
-    from gdn_jax.sweeps.reproduce import ReproduceOptions, reproduce, show_ledger
+    from gdn_jax.sweeps.reproduce import ReproduceOptions, reproduce, show_entries
 
     if not argv:
-        return show_ledger(Console())
+        return show_entries(Console())
     help_alone = argv[0] in ("-h", "--help")
     if argv[0].startswith("-") and not help_alone:
         raise Usage(f"gdn reproduce: expected the entry before the options, got {argv[0]}")

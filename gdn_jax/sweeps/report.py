@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from gdn_jax.commands.files import write_text
-from gdn_jax.sweeps import figure, summary
+from gdn_jax.sweeps import figure, settings, summary
 from gdn_jax.sweeps.grid import starts
-from gdn_jax.sweeps.options import PRESETS, GridOptions, SweepOptions, scaled_model, state_size
-from gdn_jax.training import options as options_lib
+from gdn_jax.sweeps.options import GridOptions, SweepOptions, scaled_model, state_size
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.tasks.options import TaskOptions
 
@@ -16,8 +15,7 @@ Records = list[dict[str, Any]]
 
 def stored_options(config: dict[str, Any]) -> SweepOptions:
     """Reads the options of a sweep from its config.json."""
-    default = PRESETS[config["task"].split()[1]]["small"]
-    return options_lib.from_json(default, config["options"], GridOptions())
+    return settings.stored(config["task"].split()[1], config["options"], GridOptions())
 
 
 def make_table(config: dict[str, Any], records: Records) -> str:

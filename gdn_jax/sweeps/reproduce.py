@@ -13,10 +13,10 @@ from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail
 from gdn_jax.commands.fields import Positive
 from gdn_jax.commands.tables import print_whole
-from gdn_jax.sweeps import grid, summary, sweep
+from gdn_jax.sweeps import grid, settings, summary, sweep
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps.ledger import LEDGER, Entry
 from gdn_jax.sweeps.options import GridOptions, SweepOptions
+from gdn_jax.sweeps.settings import ENTRIES, Entry
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.runs import RunFolder
 
@@ -36,14 +36,14 @@ class ReproduceOptions:
 
 
 def entry_named(name: str) -> Entry:
-    """Returns an entry of the ledger.
+    """Returns what a paper ran, by its name.
 
     Raises:
       RunError: there is none of that name.
     """
-    if name not in LEDGER:
-        raise RunError(f"gdn reproduce: expected one of {', '.join(LEDGER)}, got {name}")
-    return LEDGER[name]
+    if name not in ENTRIES:
+        raise RunError(f"gdn reproduce: expected one of {', '.join(ENTRIES)}, got {name}")
+    return ENTRIES[name]
 
 
 def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
@@ -60,26 +60,23 @@ def sweep_of(name: str, options: ReproduceOptions) -> SweepOptions:
         options.out or Path("runs") / f"reproduce-{name.replace('/', '-')}{'-small' if options.small else ''}"
     )
     start = GridOptions(out=out, resume=options.resume, max_minutes=options.max_minutes)
-    default = sweep_options.PRESETS[entry.task][size]
-    values = options_lib.to_json(default)
+    made = settings.made(entry.task, size, changes, start)
     if options.resume:
         _, config = RunFolder.open(out)
         if config.get("task") != f"sweep {entry.task}":
             fail("resume", f"a run of the task sweep {entry.task}", f"{config.get('task')} in {out}")
-        values = config["options"]
-    made = options_lib.from_json(default, values, start)
-    stated = options_lib.from_json(default, values | changes | {"size": size}, start)
-    if options.resume:
+        made = settings.stored(entry.task, config["options"], start)
+        stated = settings.stored(entry.task, config["options"] | changes | {"size": size}, start)
         options_lib.check_same(made, stated)
-    sweep_options.check(stated)
-    return stated
+    sweep_options.check(made)
+    return made
 
 
-def show_ledger(console: Console) -> int:
+def show_entries(console: Console) -> int:
     """Prints all entries; returns the exit status."""
     table = Table("entry", "paper", "claim", "runs", "paper's numbers known", box=None)
     table.columns[0].no_wrap = True  # it is what one types
-    for name, entry in LEDGER.items():
+    for name, entry in ENTRIES.items():
         runs = grid.count(sweep_of(name, ReproduceOptions()))
         known = sum(x.value is not None for x in entry.published)
         where = f"{entry.paper}, {entry.where}"

@@ -4,9 +4,9 @@ import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 
-from gdn_jax.sweeps.ledger import LEDGER
 from gdn_jax.sweeps.report import make_table
 from gdn_jax.sweeps.reproduce import beside
+from gdn_jax.sweeps.settings import ENTRIES
 from gdn_jax.training.mixers import MIXERS
 from results.pages.numbers import Numbers
 from results.pages.stored import Arm
@@ -72,7 +72,7 @@ def all_of_it(r: Numbers, name: str) -> str:
 
 def entry(r: Numbers, name: str, sweep: str) -> list[str]:
     """A published setting: the paper's and ours, and its numbers beside those of some sweeps."""
-    published = LEDGER[name]
+    published = ENTRIES[name]
     said = (
         f"`gdn reproduce {name}`: [{published.paper}]({published.url}), {published.where}. "
         f"There: {published.setting}. Here: {published.differs}."

@@ -1,4 +1,4 @@
-"""`gdn reproduce`: entries of the ledger can be run, and put the paper's numbers beside those of the runs."""
+"""`gdn reproduce`: published settings can be run, and put the paper's numbers next to those of the runs."""
 
 import json
 import re
@@ -8,9 +8,9 @@ import pytest
 
 from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
-from gdn_jax.sweeps import grid, ledger
-from gdn_jax.sweeps.ledger import LEDGER, Published
+from gdn_jax.sweeps import grid, settings
 from gdn_jax.sweeps.reproduce import ReproduceOptions, compared, sweep_of
+from gdn_jax.sweeps.settings import ENTRIES, Published
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.tasks.recall import RecallOptions
 from results.pages.claims import CLAIMS
@@ -18,11 +18,11 @@ from results.pages.claims import CLAIMS
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-@pytest.mark.parametrize("name", LEDGER)
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
 def test_entries_can_be_run(name, small):
     """Options fit one another; what is put beside the paper's numbers is run and asked for."""
-    made, entry = sweep_of(name, ReproduceOptions(small=small)), LEDGER[name]
+    made, entry = sweep_of(name, ReproduceOptions(small=small)), ENTRIES[name]
     assert made.sweep.size == ("small" if small else "full")
     task, mixers = made.task, {x.mixer for x in entry.published} - {None}
     assert {*made.sweep.mixers} <= mixers if small else {*made.sweep.mixers} >= mixers
@@ -36,9 +36,9 @@ def test_entries_can_be_run(name, small):
 
 
 def test_numbers_of_papers_stand_in_two_places():
-    """A number that the page gives for a paper is one of the ledger's, or of what the ledger says of it."""
-    known = {f"{x.value}" for entry in LEDGER.values() for x in entry.published if x.value is not None}
-    said = " ".join(entry.setting for entry in LEDGER.values())
+    """A number that the page gives for a paper is one of the setting's, or of what the setting says of it."""
+    known = {f"{x.value}" for entry in ENTRIES.values() for x in entry.published if x.value is not None}
+    said = " ".join(entry.setting for entry in ENTRIES.values())
     for claim in CLAIMS:
         for number in re.findall(r"\d+\.\d+", claim.source.theirs if claim.comparisons else ""):
             assert number in known or number in said, (claim.id, number)
@@ -72,19 +72,19 @@ def test_a_stored_reproduction_goes_on(tmp_path):
 @pytest.mark.slow
 def test_an_entry(tmp_path, monkeypatch, capsys):
     """The smallest of all: what is printed is of the runs, and running it again goes on."""
-    tiny = LEDGER["2411.12537/parity"]._replace(
+    tiny = ENTRIES["2411.12537/parity"]._replace(
         small={
             "length": 6, "test_lengths": [6, 9], "val_sequences": 16, "steps": 5, "batch_size": 8, "seeds": 2,
             "lrs": [0.01, 0.03], "mixers": ["mamba2"], "together": 4, "hidden_size": 8, "num_heads": 1, "head_dim": 4,
         },
         published=(
-            Published("Mamba", "40", 51.5, "mamba2", (9, 9)),
-            Published("another", "40", None, None, (9, 9)),
-            Published("DeltaNet", "40", None, "delta_net", (9, 9)),
+            Published("Mamba", "40", (9, 9), 51.5, "mamba2"),
+            Published("another", "40", (9, 9)),
+            Published("DeltaNet", "40", (9, 9), None, "delta_net"),
         ),
         best_run=True,
     )  # fmt: skip
-    monkeypatch.setitem(ledger.LEDGER, "tiny/one", tiny)
+    monkeypatch.setitem(settings.ENTRIES, "tiny/one", tiny)
     monkeypatch.setenv("COLUMNS", "200")
     words = ["reproduce", "tiny/one", "--small", "--out", str(tmp_path / "run")]
     assert cli.main(words) == 0
@@ -113,8 +113,8 @@ def test_what_there_is(capsys):
     assert cli.main(["reproduce"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.split("  ")[-1].strip() == "paper's numbers known"
-    claims = [LEDGER[line.split()[0]].claim for line in lines]  # one line for each, which is not broken
-    assert len(claims) == len(LEDGER) and all(x in y for x, y in zip(claims, lines, strict=True))
+    claims = [ENTRIES[line.split()[0]].claim for line in lines]  # one line for each, which is not broken
+    assert len(claims) == len(ENTRIES) and all(x in y for x, y in zip(claims, lines, strict=True))
     assert cli.main(["reproduce", "2412.06464/table4"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("gdn reproduce: expected one of 2312.04927/mqar, ")

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdn_jax.sweeps import grid, report
+from gdn_jax.sweeps import grid, report, settings
 from gdn_jax.sweeps import options as sweep_options
-from gdn_jax.sweeps.ledger import LEDGER
 from results.pages import figures, markdown, verdicts
 from results.pages.__main__ import PAGES
 from results.pages.claims import CLAIMS, OWN
@@ -383,7 +382,7 @@ def facts():
         said |= {f"{100 * x:.{digits}f}" for x in runs().about(name).baselines.values() for digits in (0, 1)}
     sources = [dataclasses.astuple(claim.source) for claim in CLAIMS]
     said |= {n for x in sources for text in x for n in NUMBER.findall(text)}
-    return said | {n for name in LEDGER for n in NUMBER.findall(name)}
+    return said | {n for name in settings.ENTRIES for n in NUMBER.findall(name)}
 
 
 def written(tree):
@@ -412,7 +411,7 @@ def test_numbers_in_texts_are_computed_or_are_facts(name):
 @pytest.mark.parametrize("path", sorted((RESULTS / "configs").iterdir()), ids=lambda path: path.stem)
 def test_configs_fit(path):
     """Every file of options can be used, is of the size that its name says, and is named in the protocol."""
-    options = sweep_options.from_file(
+    options = settings.from_file(
         json.loads(path.read_text())["task"].split()[1], path, sweep_options.GridOptions()
     )
     sweep_options.check(options)

@@ -20,7 +20,7 @@ from tiny_sweeps import CONFIG, TINY, options, start
 from gdn_jax.commands import cli, versions
 from gdn_jax.commands.files import JsonLines
 from gdn_jax.commands.locks import owned
-from gdn_jax.sweeps import grid, program, sweep, weights
+from gdn_jax.sweeps import grid, program, settings, sweep, weights
 from gdn_jax.sweeps import options as sweep_options
 from gdn_jax.training import steps
 from gdn_jax.training.options import ModelOptions, OptimizerOptions, RunOptions, TrainOptions
@@ -377,10 +377,10 @@ def test_commit(tmp_path, monkeypatch):
     assert versions.commit() == "feed"
 
 
-@pytest.mark.parametrize("task", sweep_options.PRESETS)
+@pytest.mark.parametrize("task", settings.TASKS)
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_presets_fit(task, size):
-    preset = sweep_options.PRESETS[task][size]
+    preset = settings.preset(task, size)
     sweep_options.check(preset)
     assert preset.sweep.size == size and preset.task.task == task
 

@@ -29,7 +29,7 @@ from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.interrupts import listen
 from gdn_jax.layers.blocks import weight_decay_mask
-from gdn_jax.sweeps.options import PRESETS
+from gdn_jax.sweeps import settings
 from gdn_jax.training import memory, steps, trainer
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.progress import Reporter
@@ -405,7 +405,7 @@ def test_commands_and_tasks_are_those_that_there_are():
     """`gdn_command` has their names without importing them."""
     words = gdn_command.FIRST_WORDS
     assert [*words] == [*cli._COMMANDS] and words["train"] == (*options_lib.TASKS,)
-    assert {*words["sweep"]} == PRESETS.keys()
+    assert {*words["sweep"]} == set(settings.TASKS)
 
 
 def test_a_terminal_obeys_no_word(capsys):
