@@ -86,14 +86,9 @@ def draw_sweep(
     learned = (
         {}
         if along is not None or answers is None or len(panels) > 1
-        else {row.mixer: k_of_n(row, answers) for row in rows}
+        else {row.mixer: f"{row.k_of_n(answers)} learned" for row in rows}
     )
     draw_panels(path, panels, label=label, caption=caption, percent=percent, learned=learned)
-
-
-def k_of_n(row: Row, answers: float | None) -> str:
-    """Says how many seeds of a row have learned something."""
-    return f"{len(row.learned(answers).losses)} of {len(row.losses)} learned"
 
 
 def draw_panels(
@@ -184,7 +179,7 @@ def draw_curves(
                 accuracy = [np.nan if x is None else 100 * x for x in curve["accuracy"][kind]]
                 axes.plot(curve["steps"], accuracy, color=MIXERS[row.mixer].style.color, lw=1)
             heading = [MIXERS[row.mixer].label, *row.start.names(), f"learning rate {row.lr:g}"]
-            axes.set_title("\n".join([*heading, k_of_n(row, answers)]), fontsize=9)
+            axes.set_title("\n".join([*heading, f"{row.k_of_n(answers)} learned"]), fontsize=9)
             axes.set_ylim(-2, 104)
             axes.tick_params(labelsize=8)
             axes.set_xlabel("steps", fontsize=8)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,8 +120,7 @@ def beside(
     best run then by validation loss, too.
     """
     about = summary.About.stored(config)
-    percent = about.metric == "accuracy"
-    digits, factor, unit = (1, 100, "%") if percent else (3, 1, about.label)
+    factor, digits, unit = about.factor, about.digits, "%" if about.percent else about.label
     heads = ["rule", f"there, {entry.unit}", "asked there", "scale", f"best run here, {unit}"]
     heads += [f"mean here, {unit}", "learned", "asked here"]
     rows = []
@@ -139,18 +137,14 @@ def beside(
             runs = [x for x in made if x["scale"] == scale]
             scores = [x[f"test_{about.metric}"][str(size)] for x in runs]
             if entry.best_run:
-                score = (max if percent else min)((x for x in scores if x is not None), default=None)
+                score = (max if about.percent else min)((x for x in scores if x is not None), default=None)
             else:
                 losses = [math.inf if x["val_loss"] is None else x["val_loss"] for x in runs]
                 score = scores[losses.index(min(losses))]
             [row] = summary.rows(runs, [runs[0]["mixer"]], [scale], about.metric)
-            learned = row.learned(about.answers)
-            values = [factor * x for x in learned.scores[size]]
-            mean = f"{statistics.fmean(values):.{digits}f}" if values else "-"
-            if len(values) > 1:
-                mean += f" ± {summary.interval(values):.{digits}f}"
+            values = [factor * x for x in row.learned(about.answers).scores[size]]
+            mean, count = summary.mean_of(values, digits), row.k_of_n(about.answers)
             shown = "diverged" if score is None else f"{factor * score:.{digits}f}"
-            count = f"{len(learned.losses)} of {len(row.losses)}"
             rows.append([*cells, str(scale), shown, mean, count, f"{size} {about.axis}"])
     return heads, rows
 

@@ -137,7 +137,7 @@ def parity(r: Numbers, path: Path) -> None:
     ]
     about = r.about("parity/full_far")
     answers = about.answers
-    learned = {m: figure.k_of_n(r.row(Arm("parity/full_far", m)), answers) for m in mixers}
+    learned = {m: f"{r.row(Arm('parity/full_far', m)).k_of_n(answers)} learned" for m in mixers}
     figure.draw_panels(
         path,
         [panel(r, "", "parity/full_far", mixers)],

@@ -4,6 +4,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 
+from gdn_jax.commands.tables import markdown as table
 from gdn_jax.sweeps.report import make_table
 from gdn_jax.sweeps.reproduce import beside
 from gdn_jax.sweeps.settings import ENTRIES
@@ -36,12 +37,6 @@ def prose(text: str) -> str:
             lines = [*lines, line] if apart else [*lines[:-1], f"{lines[-1]} {line.strip()}"]
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def gain_of(outcome: Gains, digits: int, with_interval: bool = True) -> str:

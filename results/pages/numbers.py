@@ -6,10 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scipy.special import stdtrit
-
 from gdn_jax.inspect.analysis import memory_horizon
-from gdn_jax.sweeps.summary import interval
 from results.pages.claims import CLAIMS, OWN, Claim
 from results.pages.stored import Arm, Results, begins
 from results.pages.verdicts import Comparison, Fails, Gains, OneSeed, Outcome, own_verdict, threshold, verdict
@@ -170,7 +167,7 @@ class Numbers(Results):
 
     def percent(self, sweep: str) -> bool:
         """Whether scores of a sweep are in %."""
-        return self.about(sweep).metric == "accuracy"
+        return self.about(sweep).percent
 
     def told(self, name: str) -> str:
         """Whether the favoured arm of a comparison over seeds is ahead, in words, with the interval."""
@@ -211,16 +208,6 @@ def steps(count: float) -> str:
     return f"{count:.0f}" if math.isfinite(count) else "never"
 
 
-def t_of(seeds: int) -> float:
-    """How many standard errors the 95 % interval of a mean of this many seeds goes to either side."""
-    return float(stdtrit(seeds - 1, 0.975))
-
-
 def half_life(width: int, beta: float) -> float:
     """Tokens after which writes of a strength have erased half of a state, with keys of this many numbers."""
     return float(memory_horizon(width, beta=beta))
-
-
-def mean_of(values: Any) -> str:
-    """The mean of values with half of its 95 % t interval, to three digits."""
-    return f"{statistics.fmean(values):.3f} ± {interval(values):.3f}"

@@ -1,8 +1,9 @@
 """protocol.md: how runs were made, chosen and compared."""
 
+from gdn_jax.sweeps.summary import t_of
 from results.pages import verdicts
 from results.pages.markdown import joined, prose, table
-from results.pages.numbers import Numbers, t_of
+from results.pages.numbers import Numbers
 
 
 def rules(r: Numbers) -> list[str]:

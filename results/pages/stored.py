@@ -167,8 +167,9 @@ class Results:
         records = self.records(arm)
         if at == HALF:
             return {seed: half_of(line["curve"]) for seed, line in records.items()}
-        metric = self.about(arm.sweep).metric if records else ""
-        factor = 100 if metric == "accuracy" else 1
+        if not records:
+            return {}
+        metric, factor = self.about(arm.sweep).metric, self.about(arm.sweep).factor
 
         def score(line: dict[str, Any]) -> float:
             value = line[f"val_{metric}"] if at == "validation" else line[f"test_{metric}"][at]

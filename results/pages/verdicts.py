@@ -255,7 +255,7 @@ class OneSeed:
 def at_floor(results: Results, sweep: str, scores: Sequence[float]) -> bool:
     """Whether no score gets further than a tenth of the way from a guess to 100 %; losses have no floor."""
     about = results.about(sweep)
-    if about.metric != "accuracy":
+    if not about.percent:
         return False
     guess = 100 * max(about.baselines.values())
     return max(scores) <= guess + FLOOR * (100 - guess)

@@ -126,20 +126,20 @@ FAULTS = (
     ),
     Fault(
         "learning rates are compared over all seeds that any tried",
-        "set.intersection(*({*seeds} for seeds, _ in by_lr))",
-        "set.union(*({*seeds} for seeds, _ in by_lr))",
+        "set.intersection(*({*row.seeds} for row in by_lr))",
+        "set.union(*({*row.seeds} for row in by_lr))",
         "tests/sweeps/test_sweep_results.py::test_other_seeds_run_at_the_best_learning_rate",
     ),
     Fault(
         "the interval of a mean is one-sided",
-        "stdtrit(len(values) - 1, 0.975)",
-        "stdtrit(len(values) - 1, 0.95)",
+        "stdtrit(count - 1, 0.975)",
+        "stdtrit(count - 1, 0.95)",
         "tests/sweeps/test_sweep_results.py::test_intervals",
     ),
     Fault(
         "seeds as good as a guess have learned",
-        "_LEARNED = 0.9\n",
-        "_LEARNED = 1.0\n",
+        "LEARNED = 0.9\n",
+        "LEARNED = 1.0\n",
         "tests/sweeps/test_sweep_results.py",
     ),
     Fault(
