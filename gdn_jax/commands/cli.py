@@ -95,17 +95,16 @@ def _on_task(start: Callable[[str, list[str]], int], argv: list[str]) -> int:
     return start(argv[0], argv[1:])
 
 
-def _on_run(argv: list[str]) -> tuple[Path, list[str]]:
-    """Returns the run folder, which is the first word, and the options; without a folder where help is asked for."""
-    return (Path(), argv) if argv[0] in ("-h", "--help") else (Path(argv[0]), argv[1:])
+def _on_path(cls: Any, prog: str, argv: list[str], about: str | None = None) -> tuple[Path, Any]:
+    """Reads the path, which is the first word, and options cls; without a path where help is asked for."""
+    path, words = (Path(), argv) if argv[0] in ("-h", "--help") else (Path(argv[0]), argv[1:])
+    return path, parse(cls, words, prog, cls(), about or cls.__doc__)
 
 
 def _generate(argv: list[str]) -> int:
     from gdn_jax.inspect.generate import GenerateOptions, generate
 
-    path, rest = _on_run(argv)
-    options = parse(GenerateOptions, rest, "gdn generate PATH", GenerateOptions(), GenerateOptions.__doc__)
-    return generate(path, options)
+    return generate(*_on_path(GenerateOptions, "gdn generate PATH", argv))
 
 
 def _info(argv: list[str]) -> int:
@@ -113,17 +112,13 @@ def _info(argv: list[str]) -> int:
 
     from gdn_jax.inspect.info import ABOUT, InfoOptions, info
 
-    path, rest = _on_run(argv)
-    options = parse(InfoOptions, rest, "gdn info PATH", InfoOptions(), ABOUT)
-    return info(path, options, Console())
+    return info(*_on_path(InfoOptions, "gdn info PATH", argv, ABOUT), Console())
 
 
 def _eval(argv: list[str]) -> int:
     from gdn_jax.inspect.evaluate import EvalOptions, evaluate
 
-    path, rest = _on_run(argv)
-    options = parse(EvalOptions, rest, "gdn eval RUN", EvalOptions(), EvalOptions.__doc__)
-    return evaluate(path, options)
+    return evaluate(*_on_path(EvalOptions, "gdn eval RUN", argv))
 
 
 def _train(task: str, argv: list[str]) -> int:

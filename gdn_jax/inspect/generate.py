@@ -26,6 +26,7 @@ from gdn_jax.training.memory import available
 from gdn_jax.training.options import Implementation
 from gdn_jax.training.tasks import next_byte
 from gdn_jax.training.tasks.options import prompt_text
+from gdn_jax.training.tasks.table import Text
 
 BYTES = 256
 """Vocabulary size of a model that reads and writes bytes."""
@@ -114,7 +115,7 @@ def _open_checkpoint(path: Path, options: GenerateOptions) -> Writer:
         prompt, decode = tokenizer.encode(prompt_text(options.prompt)), tokenizer.decode
     elif size == BYTES:
         print(f"gdn: note: {path} has no {TOKENIZER}; its 256 tokens are taken as bytes", file=sys.stderr)
-        prompt, decode = _bytes(options.prompt), _text
+        prompt, decode = _in(next_byte.TEXT, options.prompt)
     else:
         raise RunError(f"{path}: expected {TOKENIZER} for a vocabulary of {size}, got none")
     if not prompt:
@@ -127,21 +128,13 @@ def _open_run(path: Path, options: GenerateOptions) -> Writer:
     if options.dtype != "auto":
         raise RunError(f"--dtype: expected auto for a run, whose dtype is its own, got {options.dtype}")
     run = load_text_run(path, options.implementation)
-    text = run.text
-    prompt = [int(token) for token in np.asarray(text.encode(options.prompt))[0]]
-
-    def decode(tokens: list[int]) -> str:
-        return text.decode(jnp.asarray(tokens, jnp.int32))
-
-    return Writer(run.model, prompt, decode, text.stops)
+    return Writer(run.model, *_in(run.text, options.prompt), run.text.stops)
 
 
-def _bytes(prompt: str) -> list[int]:
-    return [int(token) for token in np.asarray(next_byte.encode(prompt))[0]]
-
-
-def _text(tokens: list[int]) -> str:
-    return next_byte.decode(jnp.asarray(tokens, jnp.int32))
+def _in(text: Text, prompt: str) -> tuple[list[int], Callable[[list[int]], str]]:
+    """The tokens of a prompt, and the function from tokens to what they say."""
+    tokens = [int(token) for token in np.asarray(text.encode(prompt))[0]]
+    return tokens, lambda tokens: text.decode(jnp.asarray(tokens, jnp.int32))
 
 
 def _write(writer: Writer, prompt: str, options: GenerateOptions) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -66,23 +67,20 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         heading, config, skipped, time_step = read(path)
     except ValueError as error:
         raise RunError(str(error)) from error
-    console.print(f"{heading}, weights {config.weight_dtype}", highlight=False, markup=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(f"{heading}, weights {config.weight_dtype}")
     period = period_of(config.types)
     pattern = ", ".join(
         f"{len([*same])} x {title(config, kind)}" for kind, same in groupby(config.types[:period])
     )
-    line = f"{config.num_layers} layers of width {config.hidden_size}: {config.num_layers // period} x ({pattern})"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say(
+        f"{config.num_layers} layers of width {config.hidden_size}: {config.num_layers // period} x ({pattern})"
+    )
     start = None if time_step is None else config.mixer.start(config, time_step)
     if start is not None and config.mixer.name in config.types:
-        console.print(_start(config, start), highlight=False, markup=False, soft_wrap=True)
+        say(_start(config, start))
     if skipped:
-        console.print(
-            f"not used: {len(skipped)} tensors, from {printable(skipped[0])} to {printable(skipped[-1])}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"not used: {len(skipped)} tensors, from {printable(skipped[0])} to {printable(skipped[-1])}")
     print_whole(console, _parameters(config))
     if options.mesh is not None:
         print_whole(console, _on_a_mesh(config, options))
@@ -91,6 +89,15 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
         print_whole(console, line)
     print_whole(console, _costs(config, options.context))
     return 0
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """An empty table, whose first column is of words and the others of numbers."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _start(config: ModelConfig, start: Start) -> str:
@@ -138,9 +145,7 @@ def _parameters(config: ModelConfig) -> Table:
     counts = parameters(config)
     total = sum(counts.values())
     size = _bytes(total * jnp.dtype(config.weight_dtype).itemsize)
-    table = Table(title=f"parameters, {size} in {config.weight_dtype}", title_justify="left")
-    for name in ("part", "number", "share"):
-        table.add_column(name, justify="left" if name == "part" else "right")
+    table = _table(f"parameters, {size} in {config.weight_dtype}", "part", "number", "share")
     for part, count in counts.items():
         table.add_row(part, f"{count:,}", f"{count / total:.1%}")
     table.add_row("all", f"{total:,}", "100.0%", style="bold")
@@ -160,9 +165,7 @@ def _on_a_mesh(config: ModelConfig, options: InfoOptions) -> Table:
         numbers = sharding.numbers_of_a_device(shapes(config), shape)
     except (ValueError, NotImplementedError) as error:
         raise RunError(f"--mesh: {str(error).removeprefix('mesh: ')}") from error
-    table = Table(title=f"a device of {shape}, float32", title_justify="left")
-    for name in ("kept", "bytes"):
-        table.add_column(name, justify="left" if name == "kept" else "right")
+    table = _table(f"a device of {shape}, float32", "kept", "bytes")
     kept = {"parameters": 1, "their gradients": 1, "two moments of AdamW": 2}
     for name, times in kept.items():
         table.add_row(name, _bytes(4 * times * numbers))
@@ -171,9 +174,8 @@ def _on_a_mesh(config: ModelConfig, options: InfoOptions) -> Table:
 
 
 def _cache(config: ModelConfig, options: InfoOptions) -> Table:
-    table = Table(title=f"cache of {options.batch} x {options.context:,} tokens", title_justify="left")
-    for name in ("layers", "number", "of one layer and sequence", "together"):
-        table.add_column(name, justify="left" if name == "layers" else "right")
+    heads = "layers", "number", "of one layer and sequence", "together"
+    table = _table(f"cache of {options.batch} x {options.context:,} tokens", *heads)
     for kind in dict.fromkeys(config.types):
         number, one = config.types.count(kind), layer_costs(config, kind, options.context).cache_bytes
         table.add_row(title(config, kind), str(number), _bytes(one), _bytes(number * one * options.batch))
@@ -185,9 +187,8 @@ def _cache(config: ModelConfig, options: InfoOptions) -> Table:
 
 def _slots(config: ModelConfig) -> Iterator[Table | str]:
     """Makes the table of what recurrent layers keep of a served request: states in some dtypes, and rings of 16."""
-    table = Table(title="slot of a served request, all recurrent layers", title_justify="left")
-    for name in ("states", "without rings", "with rings of 16 tokens", "such slots in 10 GiB"):
-        table.add_column(name, justify="left" if name == "states" else "right")
+    heads = "states", "without rings", "with rings of 16 tokens", "such slots in 10 GiB"
+    table = _table("slot of a served request, all recurrent layers", *heads)
     try:
         for dtype in ("float32", "bfloat16", "int8"):
             # States in 8 bits are for rings alone. Of the tokens of attention layers there are none.
@@ -204,11 +205,9 @@ def _costs(config: ModelConfig, L: int) -> Table:
     """Makes the table of costs: softmax attention against the chunked recurrent mixer, for layers of this model."""
     kinds = [*dict.fromkeys(config.types)]
     columns = {title(config, kind): layer_costs(config, kind, L) for kind in kinds}
+    heads = "cost", *(f"{name} layer" for name in columns), "the model"
     columns |= {"the model": model_costs(config, L)}
-    table = Table(title=f"mixing tokens, without projections, at {L:,} tokens", title_justify="left")
-    table.add_column("cost")
-    for name in columns:
-        table.add_column(f"{name} layer" if name != "the model" else name, justify="right")
+    table = _table(f"mixing tokens, without projections, at {L:,} tokens", *heads)
     rows = {
         "one pass": "prefill_flops",
         "its activations": "activation_bytes",
