@@ -57,6 +57,19 @@ def wrong(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
     return f"wrong: {', '.join(misses)}" if misses else None
 
 
+Timed = Callable[[], tuple[Timing, dict[str, Any]]]
+"""Times a case; returns the time and the numbers next to it."""
+
+
+def checked(
+    about: dict[str, Any], errors: dict[str, float], bounds: dict[str, float], timed: Timed
+) -> Result:
+    """The result of a case that is timed only if its errors are within their bounds."""
+    failure = wrong(errors, bounds)
+    timing, numbers = (None, {}) if failure else timed()
+    return Result(about, timing, numbers, errors, failure)
+
+
 class Case(NamedTuple):
     """A problem that is timed: what it is about, and the function that checks and times it."""
 

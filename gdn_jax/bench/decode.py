@@ -19,7 +19,8 @@ import numpy as np
 
 from gdn_jax import serving
 from gdn_jax.bench import measure
-from gdn_jax.bench.benchmark import Case, Result, wrong
+from gdn_jax.bench.benchmark import Case, Result, checked
+from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.serving import BOUNDS, BYTE_BOUNDS, DTYPES, ServingBenchmark
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import worst_ratio
@@ -150,29 +151,21 @@ class DecodeBenchmark(ServingBenchmark):
             return pool, outputs
 
         program = measure.compiled(all_tokens, pool, tokens, donate=(0,))
-        outputs = []
-        for _ in range(2):  # the second period begins with what the first one left
-            pool, o = program(pool, tokens)
-            outputs.append(np.concatenate([np.asarray(y) for y in o], 1))
+        period = measure.going_on(program, pool, tokens)
+        # The second period begins with what the first one left.
+        outputs = [np.concatenate([np.asarray(y) for y in period()[1]], 1) for _ in range(2)]
         errors = {"o": _error(x, line, outputs, self.state_layout)}
+
+        def timed() -> tuple[Timing, dict[str, Any]]:
+            timing = measure.measure(period, self.repeats).over(steps)
+            writes = T if line.write == 1 else 1 / steps
+            return timing, {
+                "tokens/s": line.batch * len(line.accepted) / timing.ms * 1e3,
+                "TB/s": states_bytes * (1 + writes) / timing.ms * 1e-9,
+            }
+
         bound = max(BOUNDS[self.dtype], BYTE_BOUNDS.get(line.pool, 0))
-        result = Result(line._asdict(), errors=errors, failure=wrong(errors, {"o": bound}))
-        if result.failure:
-            yield result
-            return
-
-        def once() -> Any:
-            nonlocal pool
-            pool, o = program(pool, tokens)
-            return pool, o
-
-        timing = measure.measure(once, self.repeats).over(steps)
-        writes = T if line.write == 1 else 1 / steps
-        numbers = {
-            "tokens/s": line.batch * len(line.accepted) / timing.ms * 1e3,
-            "TB/s": states_bytes * (1 + writes) / timing.ms * 1e-9,
-        }
-        yield result._replace(timing=timing, numbers=numbers)
+        yield checked(line._asdict(), errors, {"o": bound}, timed)
 
 
 def draw(options: ServingBenchmark, line: Line) -> Problem:

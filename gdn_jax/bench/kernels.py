@@ -103,10 +103,8 @@ class KernelBenchmark(Benchmark):
         """Checks and times the variants on one row."""
         problem = Problem(row, what, "bfloat16", self.seed)
         for name in self.variants:
-            for lengths, known, traced in problem.borders(True):
-                about = {"row": row.name, "pass": what, "by": name, "lengths": lengths}
-                make = partial(call, what, VARIANTS[what][name], problem.x, known, traced)
-                result = problem.beside(problem.timed(about, make, 1, self.repeats), {})
+            make = partial(call, what, VARIANTS[what][name], problem.x)
+            for result in problem.lines(name, make, self.repeats):
                 if result.timing is not None:
                     each = " ".join(f"{1e3 * ms:.1f}" for _, ms in result.timing.kernels)
                     result = result._replace(numbers={"kernels us": each} | result.numbers)

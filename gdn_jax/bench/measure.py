@@ -49,6 +49,17 @@ def measure(call: Callable[[], Any], repeats: int, calls: int = 1, kernels: str 
     return by_device(call, repeats, kernels) if on_gpu() else by_clock(call, repeats, calls)
 
 
+def going_on(program: Callable[..., Any], state: Any, *args: Any) -> Callable[[], Any]:
+    """A call of program(state, *args) -> (state, results) that begins with the state that the call before left."""
+
+    def once() -> Any:
+        nonlocal state
+        state, results = program(state, *args)
+        return state, results
+
+    return once
+
+
 def in_a_row(call: Callable[[], Any], calls: int) -> None:
     """Calls that follow one another without a pause; returns when their results are on the device."""
     for _ in range(calls - 1):

@@ -61,12 +61,13 @@ class PartsBenchmark(Benchmark):
     def asked(self) -> tuple[list[Part], list[Product]]:
         """The parts and products that are timed."""
         config = model_config(self.model, dtype="bfloat16")
-        only = self.only or ("",)
+
+        def named(name: str) -> bool:
+            return any(part in name for part in self.only or ("",))
+
         some_parts = parts(config, self.tokens // self.length, self.length)
         some_products = products(config, self.tokens)
-        return [x for x in some_parts if any(y in x.name for y in only)], [
-            x for x in some_products if any(y in x.name for y in only)
-        ]
+        return [x for x in some_parts if named(x.name)], [x for x in some_products if named(x.name)]
 
     def check(self) -> None:
         """See `Benchmark.check`."""

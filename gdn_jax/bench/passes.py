@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,11 @@ from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling,
 from gdn_jax.commands.errors import one_line
 from gdn_jax.training.kernels import no_kernels
 
-IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_mma", "chunked", "recurrent")
+Implementation = Literal["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 """Implementations of the rule, fastest first."""
+PLAIN = ("chunked", "recurrent")
+"""Implementations without kernels."""
 
 
 class Part(NamedTuple):
@@ -157,17 +160,19 @@ class Problem:
         """Results of the recurrence on the heads of `Part`."""
         return reference(self.row, self.what, self.x)
 
-    def borders(self, kernels: bool) -> Iterator[tuple[str, np.ndarray | None, jax.Array | None]]:
-        """The kinds of lengths: name, borders that are known while tracing, borders that are not.
+    def lines(
+        self, by: str, make: Callable[..., Any], repeats: int, calls: int = 1, **peers: Timing
+    ) -> Iterator[Result]:
+        """A result for lengths that are known while tracing, at which kernels alone look, and one for others.
 
-        Args:
-          kernels: whether the kernels run, which alone look at known lengths.
+        Args: as of `timed` and `beside`; make takes the borders that are known, and those that are not.
         """
-        if self.cu_seqlens is None or not kernels:
-            yield "", None, self.cu_seqlens
-        else:
-            yield "known", self.row.cu_seqlens, None
-            yield "traced", None, self.cu_seqlens
+        kinds: dict[str, tuple[Any, Any]] = {"": (None, self.cu_seqlens)}
+        if self.cu_seqlens is not None and by not in PLAIN:
+            kinds = {"known": (self.row.cu_seqlens, None), "traced": (None, self.cu_seqlens)}
+        for lengths, borders in kinds.items():
+            about = {"row": self.row.name, "pass": self.what, "by": by, "lengths": lengths}
+            yield self.beside(self.timed(about, partial(make, *borders), calls, repeats), peers)
 
     def timed(
         self, about: dict[str, Any], make: Callable[[], tuple[Callable, tuple]], calls: int, repeats: int

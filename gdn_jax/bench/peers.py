@@ -47,9 +47,9 @@ class Arguments(NamedTuple):
         return self.borders if len(self.borders) > 2 else None
 
 
-def _chunks(module: str, x: Arguments) -> tuple[Any, Any]:
-    """o and the final state by the function of this name, which FlashQLA took from flash-linear-attention."""
-    return import_module(module).chunk_gated_delta_rule(
+def _chunks(module: str, function: str, x: Arguments) -> tuple[Any, Any]:
+    """o and the final state by flash-linear-attention's signature, which FlashQLA took."""
+    return getattr(import_module(module), function)(
         *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
     )
 
@@ -57,14 +57,7 @@ def _chunks(module: str, x: Arguments) -> tuple[Any, Any]:
 def _fla(x: Arguments) -> tuple[Any, Any]:
     """o and the final state by flash-linear-attention."""
     os.environ["FLA_FLASH_QLA"] = "0"  # else it hands the call to FlashQLA where that is installed
-    return _chunks("fla.ops.gated_delta_rule", x)
-
-
-def _fla_channels(x: Arguments) -> tuple[Any, Any]:
-    """o and the final state by flash-linear-attention's Kimi Delta Attention, or by FlashKDA if it calls that."""
-    return import_module("fla.ops.kda").chunk_kda(
-        *x[:5], initial_state=x.initial_state, output_final_state=True, cu_seqlens=x.cu_seqlens
-    )
+    return _chunks("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", x)
 
 
 def _flashinfer(x: Arguments) -> tuple[Any, Any]:
@@ -211,10 +204,15 @@ def _jla_layer(q: jax.Array, k: jax.Array, v: jax.Array, *, g: jax.Array, beta: 
 
 CHANNELS = ("uniform", "mixed")
 PEERS = (
-    Peer("FlashQLA", ("torch", "tilelang", "flash_qla"), partial(_chunks, "flash_qla")),
+    Peer(
+        "FlashQLA",
+        ("torch", "tilelang", "flash_qla"),
+        partial(_chunks, "flash_qla", "chunk_gated_delta_rule"),
+    ),
     Peer("fla", ("torch", "triton", "fla"), _fla),
     Peer("FlashInfer", ("torch", "flashinfer"), _flashinfer, False, True, True),
-    Peer("fla", ("torch", "triton", "fla"), _fla_channels, gates=CHANNELS),
+    # Kimi Delta Attention, or FlashKDA if it calls that.
+    Peer("fla", ("torch", "triton", "fla"), partial(_chunks, "fla.ops.kda", "chunk_kda"), gates=CHANNELS),
     JaxPeer("jax-linear-attention", ("jla",), partial(_jla, "kda"), gates=CHANNELS),
     JaxPeer(
         "jax-linear-attention",

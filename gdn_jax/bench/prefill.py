@@ -19,9 +19,9 @@ import numpy as np
 import gdn_jax
 from gdn_jax import serving
 from gdn_jax.bench import measure
-from gdn_jax.bench.benchmark import Case, Result
+from gdn_jax.bench.benchmark import Case, Result, checked
 from gdn_jax.bench.measure import Timing
-from gdn_jax.bench.serving import DTYPES, ServingBenchmark
+from gdn_jax.bench.serving import BOUNDS, DTYPES, ServingBenchmark
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import worst_ratio
 from gdn_jax.commands.errors import fail
@@ -97,26 +97,15 @@ class PrefillBenchmark(ServingBenchmark):
         def run(f, states, in_place: bool) -> tuple[np.ndarray, Timing]:
             """The first outputs, and the time of a call that goes on from the states of the call before."""
             program = measure.compiled(f, states, tokens, cu, donate=(0,) if in_place else ())
-            states, o = program(states, tokens, cu)
-
-            def once() -> Any:
-                nonlocal states
-                states, o = program(states, tokens, cu)
-                return states, o
-
-            return np.asarray(o), measure.measure(once, self.repeats)
+            once = measure.going_on(program, states, tokens, cu)
+            return np.asarray(once()[1]), measure.measure(once, self.repeats)
 
         o, alone = run(rule, jnp.asarray(x.pool[x.slots], jnp.float32), in_place=False)
         over_pool, timing = run(prefill, jnp.asarray(x.pool), in_place=True)
         errors = {"rule": _error(x, o, self.state_layout), "difference": worst_ratio(o, over_pool, 2)}
         numbers = {"rule ms": alone.ms, "more": timing.ms / alone.ms - 1}
-        failure = self.failure(errors)
-        about = line._asdict()
-        yield (
-            Result(about, errors=errors, failure=failure)
-            if failure
-            else Result(about, timing, numbers, errors)
-        )
+        bounds = dict.fromkeys(errors, BOUNDS[self.dtype])
+        yield checked(line._asdict(), errors, bounds, lambda: (timing, numbers))
 
 
 def _draw(options: PrefillBenchmark, line: Line) -> Problem:

@@ -16,16 +16,11 @@ from gdn_jax.bench import passes, peers
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width
 from gdn_jax.bench.measure import Timing, on_gpu
-from gdn_jax.bench.passes import Problem
+from gdn_jax.bench.passes import IMPLEMENTATIONS, PLAIN, Implementation, Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.fields import Distinct, Positive, Repeated
 from gdn_jax.training.kernels import no_kernels, rule_implementation
-
-Implementation = Literal["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
-
-PLAIN = ("chunked", "recurrent")
-"""Implementations without kernels. They do not look at known lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +79,7 @@ class RuleBenchmark(Benchmark):
             return rows, "bfloat16", self.implementations or (fastest,)
         lengths = (2048,) if self.lengths is None else self.lengths
         row = Row(*self.heads or (4, 4), lengths, width=64 if self.width is None else self.width)
-        every = ("mosaic_gpu", "mosaic_mma", "chunked", *(() if on_gpu() else ("recurrent",)))
+        every = tuple(name for name in IMPLEMENTATIONS if name != "recurrent" or not on_gpu())
         kinds = [row._replace(gates=gates) for gates in self.gates]
         return (
             [(row, what) for what in self.passes for row in kinds],
@@ -116,10 +111,8 @@ class RuleBenchmark(Benchmark):
             return
         measured = self.time_peers(problem, note) if self.peers and dtype != "float32" else {}
         for name in runnable:
-            for lengths, known, traced in problem.borders(name not in PLAIN):
-                about = {"row": row.name, "pass": what, "by": name, "lengths": lengths}
-                make = partial(passes.call, what, name, problem.x, known, traced)
-                yield problem.beside(problem.timed(about, make, self.calls, self.repeats), measured)
+            make = partial(passes.call, what, name, problem.x)
+            yield from problem.lines(name, make, self.repeats, self.calls, **measured)
 
     def time_peers(self, problem: Problem, note: Callable[[str], None]) -> dict[str, Timing]:
         """Times of the other libraries that are installed and right."""

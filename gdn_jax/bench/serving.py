@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import ml_dtypes
 import numpy as np
 
-from gdn_jax.bench.benchmark import Benchmark, Width, wrong
+from gdn_jax.bench.benchmark import Benchmark, Width
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive
 
@@ -40,7 +40,3 @@ class ServingBenchmark(Benchmark):
         super().check()
         if self.heads[1] % self.heads[0]:
             fail("heads", "a number of value heads that the key heads divide", " ".join(map(str, self.heads)))
-
-    def failure(self, errors: dict[str, float]) -> str | None:
-        """Which errors are too large; None if none is."""
-        return wrong(errors, dict.fromkeys(errors, BOUNDS[self.dtype]))

@@ -153,10 +153,9 @@ class StepBenchmark(Benchmark):
 
 def _kinds(once: Callable[[], Any], calls: int = 3) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a step by kind, and of the thirty kernels that take longest."""
+    found = profiles.kernels(profiles.profile(lambda: jax.block_until_ready(once()), calls))
+    *times, _ = profiles.by_kernel(found, calls)
     by_kind: dict[str, float] = defaultdict(float)
-    by_name: dict[str, float] = defaultdict(float)
-    for kernel in profiles.kernels(profiles.profile(lambda: jax.block_until_ready(once()), calls)):
-        by_kind[next(kind for kind, names in KINDS if names.search(kernel.name))] += kernel.ms / calls
-        by_name[kernel.name] += kernel.ms / calls
-    longest = sorted(by_name.items(), key=lambda item: -item[1])[:30]
-    return dict(by_kind), dict(longest)
+    for name, _, ms in times:
+        by_kind[next(kind for kind, names in KINDS if names.search(name))] += ms
+    return dict(by_kind), {name: ms for name, _, ms in times[:30]}
