@@ -1,4 +1,4 @@
-"""Problem sizes of the rule, the times that other libraries reached on them, inputs, and the hardware's floor.
+"""Problem sizes of the rule with the times of other libraries (rows.csv), inputs, and the floor of the hardware.
 
 Inputs are those of FlashQLA's benchmark: unit q and k and normal v in 16 bits, g = logsigmoid(normal) / 16 in float32
 with g = 0 on a quarter of the heads, beta = sigmoid(normal), a random initial state. Never zeros: a GPU that
@@ -6,7 +6,9 @@ multiplies zeros runs faster. With a decay of each channel g is one of two kinds
 to 1, and "mixed", slow and fast channels as in trained models, half of a head's at some -5 a token and half at -1e-4.
 """
 
+import csv
 import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -71,83 +73,27 @@ class Row(NamedTuple):
         return {name: ms for name, ms in pairs if ms is not None}
 
 
-_LENGTHS = ((32768,), (8192,), (2048,), (16384, 16384), (1024, 7168), (4096,) * 8, (1024,) * 8)
-_UNEVEN = {
-    8192: (343, 2261, 65, 1467, 848, 1801, 153, 1254),
-    32768: (1373, 9042, 257, 5870, 3391, 7204, 612, 5019),
-}
-_FORWARD = {
-    (16, 64): (
-        (1.527, 0.395, 0.112, 1.250, 0.469, 1.242, 0.348),
-        (3.448, 0.837, 0.226, 3.466, 0.845, 3.501, 0.882),
-        (1.555, 0.420, 0.138, 0.804, 0.324, 0.837, 0.234),
-    ),
-    (8, 32): (
-        (1.251, 0.302, 0.084, 0.766, 0.306, 0.633, 0.180),
-        (1.929, 0.480, 0.133, 1.921, 0.482, 1.962, 0.506),
-        (0.811, 0.236, 0.101, 0.809, 0.250, 0.424, 0.118),
-    ),
-    (2, 8): (
-        (0.392, 0.162, 0.069, 0.365, 0.155, 0.200, 0.060),
-        (0.916, 0.237, 0.080, 0.622, 0.219, 0.480, 0.132),
-        (0.244, 0.113, 0.062, 0.247, 0.114, 0.297, 0.157),
-    ),
-    (16, 32): (
-        (1.265, 0.302, 0.085, 0.773, 0.306, 0.637, 0.181),
-        (1.937, 0.486, 0.134, 1.935, 0.488, 1.964, 0.511),
-        (0.826, 0.240, 0.102, 0.809, 0.255, 0.432, 0.120),
-    ),
-}
+def _read() -> dict[str, list[Row]]:
+    """The rows of rows.csv by the name of their table."""
+    tables: dict[str, list[Row]] = {}
+    with Path(__file__).with_name("rows.csv").open(newline="", encoding="utf-8") as file:
+        for x in csv.DictReader(file):
+            one, _, count = x["lengths"].partition("x")
+            lengths = (int(one),) * int(count) if count else tuple(map(int, one.split("+")))
+            published = tuple(float(x[name]) if x[name] else None for name in PEERS)
+            heads = int(x["key heads"]), int(x["value heads"])
+            row = Row(*heads, lengths, published, decay=x["decay"] != "none")
+            tables.setdefault(x["pass"], []).append(row)
+    return tables
 
-FORWARD = [
-    Row(*heads, lengths, times)
-    for heads, columns in _FORWARD.items()
-    for lengths, times in zip(_LENGTHS, zip(*columns, strict=True), strict=True)
-] + [
-    Row(16, 32, (32768,), decay=False),
-    Row(16, 32, _UNEVEN[32768]),
-    Row(4, 16, (32768,)),
-    Row(4, 16, (4096,) * 8),
-    Row(32, 32, (8192,)),
-]
+
+_TABLES = _read()
+FORWARD = _TABLES["forward"]
 """The forward. Medians of CUDA-graph replays, 2026-11-20; the last rows have not been timed elsewhere."""
-
-BACKWARD = [
-    Row(16, 32, (32768,), (2.515, 5.697)),
-    Row(16, 32, _UNEVEN[32768], (2.893, 5.781)),
-    Row(16, 32, (4096,) * 8, (1.926, 6.293)),
-    Row(16, 32, (8192,), (0.789, 1.444)),
-    Row(16, 32, _UNEVEN[8192], (0.759, 1.500)),
-    Row(16, 32, (1024,) * 8, (0.545, 1.599)),
-    Row(8, 16, (32768,), (1.377, 3.701)),
-    Row(8, 16, _UNEVEN[32768], (1.541, 2.973)),
-    Row(8, 16, (8192,), (0.452, 0.957)),
-    Row(8, 16, _UNEVEN[8192], (0.697, 0.788)),
-    Row(4, 8, (32768,), (0.887, 2.743)),
-    Row(4, 8, _UNEVEN[32768], (0.841, 1.727)),
-    Row(4, 8, (8192,), (0.321, 0.722)),
-    Row(4, 8, _UNEVEN[8192], (0.395, 0.455)),
-    Row(2, 4, (32768,), (0.548, 2.311)),
-    Row(2, 4, _UNEVEN[32768], (0.547, 1.057)),
-    Row(2, 4, (8192,), (0.290, 0.606)),
-    Row(2, 4, _UNEVEN[8192], (0.268, 0.331)),
-    Row(16, 32, (32768,), decay=False),
-    Row(4, 16, (8192,)),
-    Row(32, 32, (8192,)),
-]
+BACKWARD = _TABLES["backward"]
 """The backward. Published by FlashQLA (its uneven lengths are random and not published; these are ours), except the
 equal lengths, which were timed like the forward; the smaller where both are known."""
-
-
-CHANNELS = [
-    Row(64, 64, (8192,)),
-    Row(16, 16, (4096,)),
-    Row(12, 12, (2048,)),
-    Row(16, 16, (8192,)),
-    Row(24, 24, (8192,)),
-    Row(12, 12, (2048,) * 4),
-    Row(16, 16, (2048,) * 8),
-]
+CHANNELS = _TABLES["channels"]
 """Sizes for which others have published times with a decay of each channel, on other GPUs."""
 
 
