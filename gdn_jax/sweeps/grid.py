@@ -115,11 +115,6 @@ def starts(options: SweepOptions) -> list[Start]:
     return [Start(*x) for x in itertools.product(o.write_starts or (None,), o.time_steps or (None,))]
 
 
-def count(options: SweepOptions) -> int:
-    """Number of runs of a sweep."""
-    return options.sweep.runs()
-
-
 def wanted(
     options: SweepOptions, mixer: str, scale: int, records: list[dict[str, Any]], metric: str
 ) -> list[Run]:

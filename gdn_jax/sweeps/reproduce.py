@@ -76,7 +76,7 @@ def show_entries(console: Console) -> int:
     table = Table("entry", "paper", "claim", "runs", "paper's numbers known", box=None)
     table.columns[0].no_wrap = True  # it is what one types
     for name, entry in ENTRIES.items():
-        runs = grid.count(sweep_of(name, ReproduceOptions()))
+        runs = sweep_of(name, ReproduceOptions()).sweep.runs()
         known = sum(x.value is not None for x in entry.published)
         where = f"{entry.paper}, {entry.where}"
         table.add_row(name, where, entry.claim, str(runs), f"{known} of {len(entry.published)}")
@@ -103,7 +103,7 @@ def reproduce(name: str, options: ReproduceOptions, console: Console, command: s
         return status
     _, config = RunFolder.open(made.sweep.out)
     lines = grid.lines(Path(str(made.sweep.out)), summary.About.stored(config).metric).records()
-    if len({grid.as_run(line) for line in lines}) < grid.count(made):
+    if len({grid.as_run(line) for line in lines}) < made.sweep.runs():
         return status
     print_whole(console, compared(entry, config, lines, options.small))
     console.print(f"{entry.paper}: {entry.setting}.\nHere: {entry.differs}.", highlight=False)

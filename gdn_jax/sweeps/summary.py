@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from scipy.special import stdtrit
@@ -41,9 +41,9 @@ class Curve:
 
     def __init__(self):
         self._steps: list[int] = []
-        self._scores: list[dict[str, list[tuple[float, float]]]] = []
+        self._scores: list[dict[Any, list[tuple[float, float]]]] = []
 
-    def add(self, step: int, scores: dict[str, list[tuple[float, float]]]) -> None:
+    def add(self, step: int, scores: dict[Any, list[tuple[float, float]]]) -> None:
         """Appends the loss and accuracy of every run in each set after a step."""
         self._steps.append(step)
         self._scores.append(scores)
@@ -90,12 +90,14 @@ class Row(NamedTuple):
         if answers is None:
             return self
         kept = [has_learned(loss, answers) for loss in self.losses]
-        scores = {size: [*itertools.compress(values, kept)] for size, values in self.scores.items()}
-        of_seeds = {
-            name: tuple(itertools.compress(getattr(self, name), kept))
-            for name in ("losses", "curves", "seeds")
-        }
-        return self._replace(scores=scores, **of_seeds)
+
+        def of(values: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(itertools.compress(values, kept))
+
+        scores = {size: [*of(values)] for size, values in self.scores.items()}
+        return self._replace(
+            scores=scores, losses=of(self.losses), curves=of(self.curves), seeds=of(self.seeds)
+        )
 
     def k_of_n(self, answers: float | None) -> str:
         """Says how many seeds have learned something."""

@@ -44,7 +44,7 @@ from gdn_jax.commands.interrupts import INTERRUPTED, listen
 from gdn_jax.commands.locks import Taken, alone, owned
 from gdn_jax.commands.versions import commit, versions
 from gdn_jax.sweeps import grid, report, summary, weights
-from gdn_jax.sweeps.grid import Run, as_run, count, wanted
+from gdn_jax.sweeps.grid import Run, as_run, wanted
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.program import Program, Runs, make_start
 from gdn_jax.sweeps.progress import SweepReporter
@@ -261,7 +261,7 @@ def _work(
         with alone(folder.path):
             lines.mend()
         work = Sweep(options, task, lines)
-        total = count(options)
+        total = o.runs()
         left = total - work.done()
         say(task.summary())
         say(

@@ -8,7 +8,7 @@ import pytest
 
 from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
-from gdn_jax.sweeps import grid, settings
+from gdn_jax.sweeps import settings
 from gdn_jax.sweeps.reproduce import ReproduceOptions, compared, sweep_of
 from gdn_jax.sweeps.settings import ENTRIES, Published
 from gdn_jax.training import options as options_lib
@@ -32,7 +32,7 @@ def test_entries_can_be_run(name, small):
     else:
         asked = {*task.test_lengths}
     assert {x.here[small] for x in entry.published} <= asked
-    assert grid.count(made) <= (4 if small else 60)
+    assert made.sweep.runs() <= (4 if small else 60)
 
 
 def test_numbers_of_papers_stand_in_two_places():

@@ -85,7 +85,7 @@ def test_starts_and_curves():
     """Each start has its own best learning rate, and the steps after which half of the first kind is right."""
     o = options(lrs=(0.1, 0.2), seeds=1, write_starts=(0.5, 0.1), time_steps=(1.0, 0.1), mixers=("mamba2",))
     wanted = grid.wanted(o, "mamba2", 1, [], "accuracy")
-    assert len(wanted) == grid.count(o) == 8 and [run.lr for run in wanted] == [0.1] * 4 + [0.2] * 4
+    assert len(wanted) == o.sweep.runs() == 8 and [run.lr for run in wanted] == [0.1] * 4 + [0.2] * 4
     starts = grid.starts(o)
     assert starts == [(0.5, 1.0), (0.5, 0.1), (0.1, 1.0), (0.1, 0.1)]
     curve = {"steps": [10, 20, 30], "loss": {}, "accuracy": {"2": [0.1, 0.5, 0.4], "9": [0.9, 0.9, 0.9]}}
@@ -127,7 +127,7 @@ def test_learning_rate_is_chosen_by_mean_validation_loss():
 def test_other_seeds_run_at_the_best_learning_rate():
     """They wait until every learning rate was tried by the first seeds, and do not count for the choice."""
     o = options(seeds=3, lr_seeds=1, mixers=("mamba2",))
-    assert grid.count(o) == 4
+    assert o.sweep.runs() == 4
     tried = [line("mamba2", lr, 0, loss, 0.5) for lr, loss in ((0.01, 2.0), (0.03, 1.0))]
     assert grid.wanted(o, "mamba2", 1, tried[:1], "accuracy") == [
         grid.Run("mamba2", lr, 0) for lr in (0.01, 0.03)
