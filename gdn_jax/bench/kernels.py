@@ -104,7 +104,7 @@ class KernelBenchmark(Benchmark):
         problem = Problem(row, what, "bfloat16", self.seed)
         for name in self.variants:
             make = partial(call, what, VARIANTS[what][name], problem.x)
-            for result in problem.lines(name, make, self.repeats):
+            for result in problem.lines(name, make, {}, 1, self.repeats):
                 if result.timing is not None:
                     each = " ".join(f"{1e3 * ms:.1f}" for _, ms in result.timing.kernels)
                     result = result._replace(numbers={"kernels us": each} | result.numbers)

@@ -161,7 +161,7 @@ class Problem:
         return reference(self.row, self.what, self.x)
 
     def lines(
-        self, by: str, make: Callable[..., Any], repeats: int, calls: int = 1, **peers: Timing
+        self, by: str, make: Callable[..., Any], peers: dict[str, Timing], calls: int, repeats: int
     ) -> Iterator[Result]:
         """A result for lengths that are known while tracing, at which kernels alone look, and one for others.
 

@@ -112,7 +112,7 @@ class RuleBenchmark(Benchmark):
         measured = self.time_peers(problem, note) if self.peers and dtype != "float32" else {}
         for name in runnable:
             make = partial(passes.call, what, name, problem.x)
-            yield from problem.lines(name, make, self.repeats, self.calls, **measured)
+            yield from problem.lines(name, make, measured, self.calls, self.repeats)
 
     def time_peers(self, problem: Problem, note: Callable[[str], None]) -> dict[str, Timing]:
         """Times of the other libraries that are installed and right."""
