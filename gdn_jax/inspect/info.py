@@ -29,7 +29,7 @@ from gdn_jax.models.served import slot_bytes
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.training.load import open_run
-from gdn_jax.training.steps import compute_dtype
+from gdn_jax.training.steps import compute_dtype, model_config
 from gdn_jax.training.tasks.table import CLASSES
 
 
@@ -136,8 +136,7 @@ def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
         _, config, skipped, _ = _of_checkpoint(start.from_)
         name = f"{path}: a run of {stored['task']} from {start.from_}"
         return name, dataclasses.replace(config, dtype=compute_dtype(options.model)), skipped, None
-    values = options.model.config_values() | {"dtype": compute_dtype(options.model)}
-    config = ModelConfig(vocab_size=CLASSES[task.task].vocabulary(task), **values)
+    config = model_config(options.model, CLASSES[task.task].vocabulary(task))
     return f"{path}: a run of {stored['task']}", config, [], options.model.time_step
 
 

@@ -175,21 +175,17 @@ class Checkpoints:
         self._alias.remove()
 
 
-def check_layers(run: RunFolder, layers: int) -> None:
-    """Raises RunError, before a model of so many layers is made, where the checkpoints of a run have fewer.
+def stored_layers(run: RunFolder) -> int | None:
+    """Returns how many layers the checkpoints of a run have, at most; None where there is none that tells.
 
-    To make one of thousands takes minutes and gigabytes, before the first array is missed. Whether checkpoints are
-    whole, and fit the model, is seen when they are read.
+    Whether checkpoints are whole, and fit the model, is seen when they are read.
     """
     found = []
     for file in run.checkpoints.glob("*/state/_METADATA"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             names = parse_json(read_file(file))["tree_metadata"].keys()
             found.append(len({layer[1] for name in names if (layer := _LAYER.match(name))}))
-    if found and max(found) < layers:
-        raise RunError(
-            f"{run.path / 'config.json'}: expected num_layers as in its checkpoints, {max(found)}, got {layers}"
-        )
+    return max(found, default=None)
 
 
 _LAYER = re.compile(r"\('params', 'blocks', '(\d+)'")

@@ -16,10 +16,11 @@ from jaxtyping import Array, Int
 
 from gdn_jax.commands.errors import RunError
 from gdn_jax.models import LanguageModel
+from gdn_jax.models.costs import parameters
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.training import options as options_lib
 from gdn_jax.training import steps
-from gdn_jax.training.checkpoints import Checkpoints, check_layers
+from gdn_jax.training.checkpoints import Checkpoints, stored_layers
 from gdn_jax.training.options import Implementation, RunOptions, TrainOptions
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.steps import TrainState
@@ -97,6 +98,27 @@ def open_run(path: Path) -> tuple[RunFolder, dict[str, Any], TrainOptions]:
     return folder, config, options
 
 
+def check_size(folder: RunFolder, config: dict[str, Any], options: TrainOptions) -> None:
+    """Raises RunError, before the model is made, where the options of a run are those of another one.
+
+    To make a model of thousands of layers takes minutes and gigabytes, before the first array is missed. Checkpoints
+    tell how many there are; without any, config.json says how many parameters the run has.
+    """
+    task = options.task
+    if task.pretrained() is not None:  # a model of its checkpoint's size
+        return
+    file, layers = folder.path / "config.json", stored_layers(folder)
+    if layers is not None:
+        if layers < (got := options.model.num_layers):
+            raise RunError(f"{file}: expected num_layers as in its checkpoints, {layers}, got {got}")
+        return
+    made = sum(parameters(steps.model_config(options.model, CLASSES[task.task].vocabulary(task))).values())
+    if made != (said := config.get("parameters")):
+        raise RunError(
+            f"{file}: expected options of a model of {said} parameters, as it says, got one of {made}"
+        )
+
+
 def load_run(path: str | Path, *, implementation: Implementation | None = None) -> TrainedRun:
     """Loads the latest whole checkpoint of a run; the folder is only read, and the run may still be at work.
 
@@ -110,7 +132,7 @@ def load_run(path: str | Path, *, implementation: Implementation | None = None) 
       RunError: there is no such run, or no checkpoint that can be read.
     """
     folder, config, options = open_run(Path(path))
-    check_layers(folder, options.model.num_layers if options.task.pretrained() is None else 0)
+    check_size(folder, config, options)
     task, size = options.task, options.model
     if implementation is not None:
         size = dataclasses.replace(size, implementation=implementation)

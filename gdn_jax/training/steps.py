@@ -71,6 +71,12 @@ def compute_dtype(options: ModelOptions) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+def model_config(options: ModelOptions, vocab_size: int) -> models.ModelConfig:
+    """Returns the configuration of the options' model, with the dtype of this device where theirs is "auto"."""
+    values = options.config_values() | {"dtype": compute_dtype(options)}
+    return models.ModelConfig(vocab_size=vocab_size, **values)
+
+
 def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> models.LanguageModel:
     """Makes the language model of the options with fresh weights. The seed may be traced.
 
@@ -78,8 +84,7 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
       RunError: the sizes do not make a model.
     """
     try:
-        values = options.config_values() | {"dtype": compute_dtype(options)}
-        config = models.ModelConfig(vocab_size=vocab_size, **values)
+        config = model_config(options, vocab_size)
         model = models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
     except (ValueError, NotImplementedError) as error:
         raise RunError(str(error)) from error

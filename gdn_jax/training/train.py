@@ -29,9 +29,9 @@ from gdn_jax.commands.versions import versions
 from gdn_jax.parallel import lifeline, processes
 from gdn_jax.training import curves, kernels, mixers, steps
 from gdn_jax.training import options as options_lib
-from gdn_jax.training.checkpoints import Checkpoints, check_layers
+from gdn_jax.training.checkpoints import Checkpoints
 from gdn_jax.training.compiled import keep_compiled
-from gdn_jax.training.load import load_run
+from gdn_jax.training.load import check_size, load_run
 from gdn_jax.training.options import TrainOptions
 from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
@@ -118,8 +118,7 @@ def _opened(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
         with owned(run.path):
             task = make_task(options.task, options.run.batch_size, options.run.seed)
             check_same_data(config["data"], task)
-            if options.task.pretrained() is None:
-                check_layers(run, options.model.num_layers)
+            check_size(run, config, options)
             trainer = Trainer.make(options, task, placement)
             stored = config["options"] | options_lib.to_json(options)
             if stored != config["options"]:  # where the data lies, or how many checkpoints are kept

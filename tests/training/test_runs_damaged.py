@@ -10,6 +10,7 @@ from tiny_runs import error_line, final_state, metrics, resume, train, tree
 
 from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
+from gdn_jax.training import steps
 from gdn_jax.training.load import load_run
 from gdn_jax.training.runs import RunFolder
 
@@ -200,6 +201,21 @@ def test_lines_without_checkpoints_are_not_emptied(copy, capsys):
     assert resume(copy) == 1
     assert "expected a checkpoint, as metrics.jsonl goes to step 12, got none" in error_line(capsys)
     assert {p: content for p, content in tree(copy).items() if p.is_file()} == before
+
+
+def test_edited_configuration_without_checkpoints(copy, capsys, monkeypatch):
+    """No model of thousands of layers is made."""
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "metrics.jsonl").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    parameters = config["parameters"]
+    config["options"]["num_layers"] = 10**4
+    (copy / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(steps, "make_model", None)
+    assert resume(copy) == 1
+    assert f"config.json: expected options of a model of {parameters} parameters, as" in error_line(capsys)
+    with pytest.raises(RunError, match=f"a model of {parameters} parameters, as it says, got one of "):
+        load_run(copy)
 
 
 def test_facts_nested_too_deep(copy, capsys):
