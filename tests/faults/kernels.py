@@ -240,4 +240,29 @@ FAULTS = (
         "        u = self.written(v - y, beta)\n        return S * self.over_v(alpha)",
         "tests/kernels/test_kernels_channel_step.py::test_drafts",
     ),
+    Fault(
+        "threads of the convolution of a token write channels that others still read",
+        "            if more:\n                plgpu.commit_smem()",
+        "            if False:\n                plgpu.commit_smem()",
+        "tests/kernels/test_kernels_conv_update.py::"
+        "test_channels_that_are_taken_twice_are_read_before_any_is_written",
+    ),
+    Fault(
+        "the largest logit of a tile may be one of words that there are not",
+        "return jnp.where(word < V - column - first, logits, -jnp.inf) if V % COLUMNS else logits",
+        "return logits",
+        "tests/kernels/test_layer_kernels_vocabulary.py::test_cross_entropy[ends in tiles]",
+    ),
+    Fault(
+        "drafts of channels meet one another in the kernel as they were before they are stored",
+        "            us.append(stored_u.astype(jnp.float32))\n            since",
+        "            us.append(u)\n            since",
+        "tests/kernels/test_kernels_channel_ring.py::test_drafts[float32-kv-False-3]",
+    ),
+    Fault(
+        "keys of drafts of channels are met in the kernel as they were before they are stored",
+        "jnp.exp(passed) * earlier.stored_k.astype(jnp.float32)",
+        "jnp.exp(passed) * earlier.k",
+        "tests/kernels/test_kernels_channel_ring.py::test_drafts[float32-kv-False-3]",
+    ),
 )

@@ -183,4 +183,22 @@ FAULTS = (
         "h_0 = lax.dynamic_slice_in_dim(h_0, 0, own, 1)",
         "tests/parallel/test_parallel_context.py::test_rule_by_heads[one token a device]",
     ),
+    Fault(
+        "keys of drafts of channels are met as they were before they are stored",
+        "stored_k = k.astype(ring_dtype).astype(k.dtype)",
+        "stored_k = k",
+        "tests/serving/test_serving_ring.py::test_drafts_meet_one_another_as_the_ring_stores_them[KDA]",
+    ),
+    Fault(
+        "drafts of channels meet one another as they were before they are stored",
+        "u.astype(ring_dtype).astype(u.dtype)), (call.scale",
+        "u), (call.scale",
+        "tests/serving/test_serving_ring.py::test_drafts_meet_one_another_as_the_ring_stores_them[KDA]",
+    ),
+    Fault(
+        "channels are split within a block",
+        'return sizes if rest else sizes | {"d": blocks}',
+        'return sizes | {"d": blocks}',
+        "tests/parallel/test_parallel_serving.py::test_channels_are_split_by_whole_blocks",
+    ),
 )

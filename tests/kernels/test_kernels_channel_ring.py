@@ -96,6 +96,8 @@ def test_drafts(state_dtype, layout, apart, T):
     with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
         got = serving.verify(*tokens, jax.tree.map(put, ring), **options, implementation="mosaic_gpu")
     assert_alike(want, got, ring, layout)
+    # Drafts that meet one another as they were before they are stored change one output in ten by a step.
+    assert np.mean(np.asarray(want[0]) != np.asarray(got[0])) < 0.01
 
 
 def test_calls_take_them_unasked(monkeypatch):

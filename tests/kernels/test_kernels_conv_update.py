@@ -1,6 +1,7 @@
 """The convolution of a token by its kernel without a GPU, and the token behind it from one array: right and free of
 races when interpreted, in place when lowered, and refused with a reason."""
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import pytest
 from device_arrays import put
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from pool_steps import Case
+from programs import eqns
 from serving_cases import assert_same_bits
 from test_kernels_decode import in_place
 
@@ -225,6 +227,22 @@ def test_any_size_gives_the_same(D):
     ]
     for want, got in zip(*results, strict=True):
         assert_same_bits(want, got)
+
+
+@pytest.mark.parametrize("D", [300, 456])
+def test_channels_that_are_taken_twice_are_read_before_any_is_written(D):
+    """All threads meet in between. The interpreter looks for races between warpgroups, not between their threads."""
+    S = jax.ShapeDtypeStruct
+    x, pool, weight = S((2, D), jnp.float32), S((2, D, 3), jnp.float32), S((D, 4), jnp.float32)
+    update = partial(conv_update.conv_update, read_slots=None, write_slots=None)
+    traced = jax.make_jaxpr(update)(x, pool, weight)
+    of_tokens = max(
+        (eqn.params["branches"][1].jaxpr for eqn in eqns(traced.jaxpr) if eqn.primitive.name == "cond"),
+        key=lambda branch: sum(eqn.primitive.name == "load" for eqn in branch.eqns),
+    )  # the last warpgroup's, of a row that is no padding
+    names = [eqn.primitive.name for eqn in eqns(of_tokens)]
+    order = "".join({"load": "r", "commit_smem": "|", "store": "w"}.get(name, "") for name in names)
+    assert re.fullmatch(r"r+\|w+", order), order
 
 
 def test_default_sizes():

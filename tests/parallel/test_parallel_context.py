@@ -20,6 +20,7 @@ from gdn_jax.checks import cases, oracle
 from gdn_jax.parallel import context, context_conv, exchange, token_shards
 from gdn_jax.parallel.borders import Borders
 from gdn_jax.parts.conv import causal_conv1d
+from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.rule.call import Arrays, Call
 from gdn_jax.rule.kernels.hopper_passing import HopperPassing
 from gdn_jax.shapes import Dims
@@ -29,6 +30,7 @@ from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.chunks import inverse
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.forward import rule as forward_rule
+from pallas_kernels.layer import short_conv
 
 TOKENS, WHOLE = spec(None, "context"), spec()
 SMALL = dict(heads=(1, 1, 2), K=6, V=4, chunk_size=16)
@@ -290,6 +292,41 @@ def check_convolution(devices, T, W=4, D=3, state=True, bias=True, segments=None
     cotangents = (primals[0], rng.standard_normal((N, D, W - 1)).astype(np.float32))
     expected = value_and_gradients(whole)(primals, cotangents)
     got = value_and_gradients(lambda *p: split(*p, cu, ids))(primals, cotangents)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_convolution_whose_kernels_take_whole_rows(packed, monkeypatch):
+    """Stand-ins for the kernels in plain JAX: what enters from the device before is not theirs."""
+    static = dict(heads=1, width=2, normalize=True)
+
+    def whole(x, weight, ids):
+        return split_normalized(causal_conv1d(x, weight, segment_ids=ids)[0], **static)
+
+    def kernel(x, weight, fresh, **_):
+        return whole(x, weight, None if fresh is None else jnp.cumsum(fresh, 1))
+
+    def backward(x, weight, fresh, *cotangents, normalize):
+        return jax.vjp(lambda *p: kernel(*p, fresh), x, weight)[1](cotangents)
+
+    monkeypatch.setattr(short_conv, "short_conv", kernel)
+    monkeypatch.setattr(short_conv, "short_conv_backward", backward)
+    rng = np.random.default_rng(3)
+    primals = [rng.standard_normal(shape).astype(np.float32) for shape in ((2, 12, 8), (8, 4))]
+    cotangents = tuple(
+        rng.standard_normal((2, 12, *wide)).astype(np.float32) for wide in ((1, 2), (1, 2), (4,))
+    )
+    ids = put([[1] * 5 + [2] * 7, [1] * 2 + [2] * 4 + [3] * 6]) if packed else None
+
+    def local(x, weight, ids):
+        return context_conv.short_conv_by_kernels(x, weight, ids, axis_name="context", **static)
+
+    split = jax.shard_map(
+        local, mesh=mesh_of((2,), ("context",)), in_specs=(TOKENS, WHOLE, TOKENS), out_specs=TOKENS
+    )
+    expected = value_and_gradients(lambda *p: whole(*p, ids))(primals, cotangents)
+    got = value_and_gradients(lambda *p: split(*p, ids))(primals, cotangents)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
 

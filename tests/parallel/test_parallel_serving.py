@@ -229,6 +229,12 @@ def test_gates_of_channels_lie_with_their_heads():
             )
 
 
+@pytest.mark.parametrize(("D", "parts"), [(512, 4), (384, 3), (300, None), (100, None)])
+def test_channels_are_split_by_whole_blocks(D, parts):
+    windows, x = jax.ShapeDtypeStruct((9, D, 3), "float32"), jax.ShapeDtypeStruct((4, D), "float32")
+    assert shards._sizes((windows, x), ("s d w", "b d")).get("d") == parts
+
+
 @partitioners
 @pytest.mark.usefixtures("plain_kernels")
 def test_a_pool_split_by_slots_is_gathered(shardy):

@@ -198,15 +198,14 @@ def test_drafts_after_what_was_accepted(then):
         assert_close(expected(second.at([row]), state)[0][0], np.asarray(o)[row], STATE_F32)
 
 
-@pytest.mark.slow
-def test_drafts_meet_one_another_as_the_ring_stores_them():
+@pytest.mark.parametrize("gates", [pytest.param("heads", marks=pytest.mark.slow), "KDA"])
+def test_drafts_meet_one_another_as_the_ring_stores_them(gates):
     """In bfloat16 too: several tokens in one step are as many steps of one."""
-    x, pool = draw(3, 4, seed=6), draw_pool(6)
-    ring = make(pool, LENGTH, BF16)
-    spans = dict(state_slots=SLOTS, num_accepted_tokens=np.ones(3, int))
-    o, _ = compiled(serving.verify)(*x.tokens, ring, **x.gates, **spans)
+    x, pool = draw(3, 4, seed=6, gates=gates), draw_pool(6)
+    ring = make(pool, LENGTH, BF16, channels=x.by_channels)
+    o, _ = x.call(serving.verify, ring, state_slots=SLOTS, num_accepted_tokens=np.ones(3, int))
     for t in range(4):
-        want, ring = compiled(serving.decode)(*one(x, t), ring, **x.gates, read_slots=SLOTS)
+        want, ring = x.at(slice(None), t).call(serving.decode, ring, read_slots=SLOTS)
         assert_close(want, np.asarray(o)[:, t], STATE_F32, f"token {t}")
 
 
