@@ -159,6 +159,8 @@ def test_maxtext():
     expected = oracle.forward(*token, initial_state=STATES)
     close("o", expected[0], o)
     states_close(expected[1], state)
+    narrow = jax.eval_shape(maxtext.jax_ar_gated_delta_rule, *token, STATES.astype(jnp.bfloat16))[1]
+    assert narrow.dtype == jnp.float32
 
 
 def test_maxtext_over_a_mesh_axis():

@@ -39,4 +39,22 @@ FAULTS = (
         'tuple(None for letter in letters.split(", "))',
         "tests/adapters/test_adapters.py::test_refused",
     ),
+    Fault(
+        "a request of tpu-inference without a token reads the next one's",
+        "is_kind & (self.lengths > 0) & (slots != NULL_SLOT)",
+        "is_kind & (slots != NULL_SLOT)",
+        "tests/serving/test_serving_adapter.py::test_tpu_inference_running_alone",
+    ),
+    Fault(
+        "offsets after tpu-inference's last request are read",
+        "    starts = jnp.where(jnp.arange(N + 1) <= end, starts, starts[end])\n",
+        "",
+        "tests/serving/test_serving_adapter.py::test_tpu_inference_mixed",
+    ),
+    Fault(
+        "MaxText's call for one token rounds a narrow state",
+        "state = initial_state.astype(jnp.float32)",
+        "state = initial_state",
+        "tests/adapters/test_adapters.py::test_maxtext",
+    ),
 )

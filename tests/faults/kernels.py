@@ -255,8 +255,8 @@ FAULTS = (
     ),
     Fault(
         "drafts of channels meet one another in the kernel as they were before they are stored",
-        "            us.append(stored_u.astype(jnp.float32))\n            since",
-        "            us.append(u)\n            since",
+        "            us.append(stored_u.astype(jnp.float32))\n            since.append(None)",
+        "            us.append(u)\n            since.append(None)",
         "tests/kernels/test_kernels_channel_ring.py::test_drafts[float32-kv-False-3]",
     ),
     Fault(

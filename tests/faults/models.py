@@ -307,4 +307,22 @@ FAULTS = (
         "    if False:\n",
         "tests/hf/test_hf_hostile.py::test_links_that_leave_the_folder_are_not_copied",
     ),
+    Fault(
+        "weights of experts whose scores are all 0 are 0 / 0",
+        "(jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)",
+        "jnp.sum(weights, axis=-1, keepdims=True)",
+        "tests/layers/test_experts.py::test_weights_of_experts_whose_scores_are_all_0_are_0",
+    ),
+    Fault(
+        "the first layers without experts are counted over the whole model",
+        "[*dense, False].index(False)",
+        "sum(dense)",
+        "tests/hf/test_hf_latent.py::test_what_kimi_linear_reads_and_what_it_cannot_write",
+    ),
+    Fault(
+        "a norm of the mixers with an epsilon of its own is written without it",
+        "if heads not in (None, config.num_heads) or eps not in (None, config.norm_eps):",
+        "if heads not in (None, config.num_heads):",
+        "tests/hf/test_hf_latent.py::test_what_kimi_linear_reads_and_what_it_cannot_write",
+    ),
 )

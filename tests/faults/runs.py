@@ -280,4 +280,16 @@ FAULTS = (
         "(see {prog} --help)",
         "tests/bench/test_bench.py::test_wrong_options_are_one_line",
     ),
+    Fault(
+        "without a warm-up the first step is whole",
+        "rising = max(1, round(options.warmup * steps))",
+        "rising = round(options.warmup * steps)",
+        "tests/training/test_experiments.py::test_schedule_rises_and_falls",
+    ),
+    Fault(
+        "a state is saved that cannot take its next step",
+        "        _, metrics = self._train(copy, self.step + 1)\n        Tally().add(self.step + 1, metrics)\n",
+        "        del copy\n",
+        "tests/training/test_runs.py::test_no_state_is_saved_that_cannot_take_its_next_step",
+    ),
 )

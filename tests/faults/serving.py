@@ -201,4 +201,22 @@ FAULTS = (
         'return sizes | {"d": blocks}',
         "tests/parallel/test_parallel_serving.py::test_channels_are_split_by_whole_blocks",
     ),
+    Fault(
+        "checkpoints of prompts lie inside chunks",
+        "int(np.lcm(GRID, chunk_size))",
+        "GRID",
+        "tests/serving/test_serving_errors.py::test_shapes",
+    ),
+    Fault(
+        "checkpoints of prompts are written over final states",
+        "written = read_slots if write_slots is None else write_slots\n        check_values(partial(_check_apart",
+        "written = read_slots\n        check_values(partial(_check_apart",
+        "tests/serving/test_serving_errors.py::test_known_values",
+    ),
+    Fault(
+        "a request ends again with its next stop token",
+        "if request is None or request.is_done:",
+        "if request is None:",
+        "tests/serving/test_serving_batching.py::test_a_stop_token_that_comes_again_ends_nothing",
+    ),
 )

@@ -226,6 +226,12 @@ def test_what_kimi_linear_reads_and_what_it_cannot_write():
         changed = dataclasses.replace(read, attention=dataclasses.replace(read.attention, **changes))
         with pytest.raises(NotImplementedError, match=f"{said}: models of the family Kimi Linear have"):
             own_family(changed)
+    with pytest.raises(
+        NotImplementedError, match="num_v_heads, mixer_norm_eps: Kimi Linear has the same for all"
+    ):
+        own_family(dataclasses.replace(read, mixer_norm_eps=2 * read.norm_eps))
+    _, fields, _ = own_family(dataclasses.replace(read, dense_layers=(0, 2)))
+    assert fields["first_k_dense_replace"] == 1  # the layers before the first that has experts
 
 
 def read_with(folder, **changes):

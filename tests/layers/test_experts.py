@@ -10,6 +10,8 @@ from tolerances import FLOAT32, assert_close
 
 from gdn_jax.models import ExpertsConfig
 from gdn_jax.models.experts import Experts, largest
+from gdn_jax.parts.routing import choose
+from gdn_jax.shapes import Choice
 
 F32 = (
     4 * FLOAT32["o"]
@@ -84,6 +86,15 @@ def test_experts_are_chosen_by_scores_in_float32():
     layer.router[...] = jax.device_put(np.array([[1.0, 1.0], [0.0, 2.0**-10]], np.float32))
     weights, chosen = nnx.jit(lambda layer, x: layer.route(x))(layer, np.ones((1, 2), jnp.bfloat16))
     assert chosen.item() == 1 and weights.dtype == jnp.float32
+
+
+def test_weights_of_experts_whose_scores_are_all_0_are_0():
+    """As those of transformers are, and not 0 / 0."""
+    choice = Choice(per_token=2, groups=1, kept_groups=1, normalise=True, factor=1.0)
+    weights, _ = jax.jit(lambda x, bias: choose(x, bias, choice))(
+        np.full((1, 4), -200.0, np.float32), np.zeros(4, np.float32)
+    )
+    np.testing.assert_array_equal(weights, 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

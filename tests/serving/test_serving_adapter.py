@@ -109,8 +109,9 @@ def test_tpu_inference_mixed():
 
 
 def test_tpu_inference_running_alone():
-    """Only running requests, which read from other slots, but for a new one: that starts from zeros in its own."""
-    serve("KDA", (1, 1, 1), (3, 5, 4), (2, 2, 2), (4, 0, 3), known=True, read=(8, 6, 1))
+    """Only running requests, which read from other slots, but for a new one, that starts from zeros in its own, and
+    one without a token."""
+    serve("KDA", (1, 1, 0, 1), (3, 5, 7, 4), (3, 3, 3), (4, 0, 2, 3), known=True, read=(8, 6, 2, 1))
 
 
 @pytest.mark.slow

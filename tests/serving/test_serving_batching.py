@@ -214,6 +214,20 @@ def test_a_stop_token_ends_a_request():
     assert_same_tokens(want, {numbers[number]: tokens for number, tokens in server.run().items()})
 
 
+def test_a_stop_token_that_comes_again_ends_nothing():
+    """The token that was started before the first one was read is dropped, also where it is the same."""
+
+    def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
+        return jnp.full(slots.shape, 5, jnp.int32), pools
+
+    def decode(params, tokens, slots, pools):
+        return jnp.full(slots.shape, 5, jnp.int32), pools
+
+    server = serving.Server(prefill, decode, None, put(np.zeros((2, 1), np.float32)), max_batch=1)
+    number = server.submit([1], 4, stop_token=5)
+    assert_same_tokens({number: np.array([5])}, server.run())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.crossed), 9])
 def test_speculative_decoding(ring):

@@ -156,6 +156,11 @@ SHAPES = {
         dict(checkpoint_every=96, checkpoint_slots=SPANS),
         "checkpoint_every: expected a multiple of 64, got 96",
     ),
+    "checkpoint grid of long chunks": (
+        prefill,
+        dict(chunk_size=128, checkpoint_every=64, checkpoint_slots=SPANS),
+        "checkpoint_every: expected a multiple of 128, got 64",
+    ),
     "channels": (lambda: packed(2 * HK * K + HV * V + 1), {}, "qkv: expected 2 Hk K + HV V channels"),
     "conv pool": (conv, dict(pool=jnp.zeros((8, 5, 4))), "pool: expected shape [slots, D, W - 1] = [?, 5, 3]"),
     "conv weight": (conv, dict(weight=jnp.zeros((4, 4))), "weight: expected shape [D, W] = [5, ?], got [4, 4]"),
@@ -303,6 +308,11 @@ VALUES = {
         prefill,
         dict(checkpoint_every=64, checkpoint_slots=[[6], [0], [7]]),
         "checkpoint_slots: expected other slots than those of final states, got 0",
+    ),
+    "checkpoint over a state elsewhere": (
+        prefill,
+        dict(write_slots=[1, 3, 4], checkpoint_every=64, checkpoint_slots=[[6], [3], [7]]),
+        "checkpoint_slots: expected other slots than those of final states, got 3",
     ),
 }
 

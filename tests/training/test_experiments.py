@@ -127,6 +127,8 @@ def test_schedule_rises_and_falls():
     assert 0 < lr[0] < lr[5] < lr[10] == 1.0 and (np.diff(lr[10:]) < 0).all()
     assert lr[100] == pytest.approx(0.1)
     assert all(np.isfinite(rates(n, [n])) for n in (1, 2, 3))
+    o = dataclasses.replace(o, warmup=0.0)  # the first step is half as long all the same
+    np.testing.assert_allclose(rates(100, [0, 1]), [0.5, 1.0])
 
 
 # --- runs

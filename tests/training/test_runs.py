@@ -26,7 +26,7 @@ from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.tasks import text
 from gdn_jax.training.tasks.next_byte import BytesTask
 from gdn_jax.training.tasks.table import make_task
-from gdn_jax.training.trainer import Trainer
+from gdn_jax.training.trainer import Diverged, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +174,20 @@ def test_kill_in_the_middle_of_a_save(folder, finished, tmp_path):
     assert metrics(out) == metrics(finished[0])
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["12", "4", "8"]
     assert final_state(out)[0] == 12
+
+
+def test_no_state_is_saved_that_cannot_take_its_next_step(finished, tmp_path, monkeypatch):
+    stored = json.loads((finished[0] / "config.json").read_text())["options"]
+    options = options_lib.from_json(options_lib.TASKS["bytes"], stored, options_lib.RunOptions())
+    trainer = Trainer.make(options, make_task(options.task, options.run.batch_size, options.run.seed))
+    batch = trainer.task.train_batch(1)
+    poisoned = batch._replace(weights=batch.weights * np.float32("nan"))
+    monkeypatch.setattr(trainer.task, "train_batch", lambda step: poisoned)
+    store = Checkpoints(RunFolder(tmp_path), 1)
+    with pytest.raises(Diverged, match="nan at step 1"):
+        trainer.save(store)
+    assert store.latest() is None
+    store.close()
 
 
 @pytest.mark.slow
