@@ -125,12 +125,12 @@ def test_costs_of_thousands_of_layers_take_no_time():
     """One layer of each kind is traced, and counted as often as it is there."""
     config = dataclasses.replace(MODELS[1], num_layers=4, dense_layers=())
     begin = time.process_time()
-    deep = ModelConfig(num_layers=10_000)
+    deep = ModelConfig(num_layers=2_000)
     one = costs.parameters(ModelConfig(num_layers=1))
     many = costs.parameters(deep)
-    assert many["SwiGLU"] == 10_000 * one["SwiGLU"] and many["embedding"] == one["embedding"]
-    assert slot_bytes(deep) == 10_000 * slot_bytes(ModelConfig(num_layers=1))
-    assert time.process_time() - begin < 10
+    assert many["SwiGLU"] == 2_000 * one["SwiGLU"] and many["embedding"] == one["embedding"]
+    assert slot_bytes(deep) == 2_000 * slot_bytes(ModelConfig(num_layers=1))
+    assert time.process_time() - begin < 3
     state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))), nnx.Param)
     want, got = (
         jax.tree.leaves_with_path(nnx.to_pure_dict(state)),

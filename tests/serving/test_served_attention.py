@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from small_models import made
 
-from gdn_jax.models import AttentionConfig, LanguageModel, ModelConfig
+from gdn_jax.models import AttentionConfig, ModelConfig
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import LatentAttentionConfig
 from gdn_jax.models.served import ServedModel
@@ -33,7 +34,7 @@ CONFIG = ModelConfig(
 @pytest.mark.slow
 def test_pieces_a_token_and_drafts_give_the_likeliest_tokens():
     """Of slots that held NaN; the window is shorter than the prompts, and drafts fill the pool to its last token."""
-    model, rng = LanguageModel(CONFIG, rngs=nnx.Rngs(0)), np.random.default_rng(0)
+    model, rng = made(CONFIG), np.random.default_rng(0)
     server = ServedModel(model)
     with pytest.raises(ValueError, match="capacity: expected the tokens of a request"):
         server.make_pools(2)
@@ -87,7 +88,7 @@ SLOTS, CAPACITY = 130, 6  # more slots than int8 counts
 @functools.cache
 def hybrid():
     """A model, and a program with a call of each kind: two pieces of prompts, a token of each, two drafts of each."""
-    server = ServedModel(LanguageModel(HYBRID, rngs=nnx.Rngs(0)))
+    server = ServedModel(made(HYBRID))
 
     @jax.jit
     def serve(params, pools, cu_seqlens, drafts, accepted):
