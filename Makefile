@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # Processes of the test run. Two on two cores: XLA's compilation is mostly single threaded.
 JOBS ?= 2
 
+# Without bytecode every process of a run compiles the project again, and rewrites the asserts of all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow test-all lint format docs gpu-test faults fuzz neighbours release clean
 demo: $(VENV)/experiments.done
 	$(BIN)/gdn train bytes --max-minutes 4.5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
