@@ -26,7 +26,7 @@ from gdn_jax.training.memory import available
 from gdn_jax.training.options import Implementation
 from gdn_jax.training.tasks import next_byte
 from gdn_jax.training.tasks.options import prompt_text
-from gdn_jax.training.tasks.table import Text
+from gdn_jax.training.tasks.task import Text
 
 BYTES = 256
 """Vocabulary size of a model that reads and writes bytes."""

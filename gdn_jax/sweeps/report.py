@@ -14,7 +14,6 @@ from gdn_jax.sweeps.summary import About, Row, Start
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import SizeOptions
 from gdn_jax.training.tasks.options import TaskOptions
-from gdn_jax.training.tasks.recall import RecallOptions
 
 Records = list[dict[str, Any]]
 

@@ -191,8 +191,8 @@ FAULTS = (
     ),
     Fault(
         "drafts of channels meet one another as they were before they are stored",
-        "u.astype(ring_dtype).astype(u.dtype)), (call.scale",
-        "u), (call.scale",
+        "set(u.astype(ring_dtype).astype(u.dtype))",
+        "set(u)",
         "tests/serving/test_serving_ring.py::test_drafts_meet_one_another_as_the_ring_stores_them[KDA]",
     ),
     Fault(

@@ -82,7 +82,6 @@ MORE: dict[str, int] = {
     "test_rules.py": 80,
     "test_runs.py": 220,
     "test_runs_damaged.py": 210,
-    "test_served_attention.py": 80,
     "test_serving.py": 190,
     "test_serving_batching.py": 140,
     "test_serving_bytes.py": 190,
