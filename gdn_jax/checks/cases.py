@@ -93,7 +93,7 @@ class Inputs(NamedTuple):
         return {name: x for name, x in zip(self._fields[:10], self[:10], strict=True) if x is not None}
 
     @property
-    def primals(self) -> tuple[np.ndarray | None, ...]:
+    def primals(self) -> tuple[Any, ...]:
         """q, k, v, g, beta and the initial state; with them erase and write where they stand in place of beta."""
         is_beta = self.erase is None and self.write is None
         return self[:6] if is_beta else (*self[:6], self.erase, self.write)
