@@ -8,7 +8,7 @@ MODEL_SIZES have the head dimensions of models.
 
 import dataclasses
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
