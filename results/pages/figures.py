@@ -69,6 +69,38 @@ def mqar(r: Numbers, path: Path) -> None:
     )
 
 
+def place(r: Numbers, path: Path) -> None:
+    """Accuracy at 256 pairs by the place of the pair as written, with one mixer and with two."""
+    panels = []
+    for sweep, title, lrs in (
+        ("two", "two mixers", (0.0032, 0.01)),
+        ("one", "one mixer", (0.01, 0.032)),
+    ):
+        for lr in lrs:
+            curves: dict[str, dict[int, list[float]]] = {}
+            for line in r.lines(f"recall/place/{sweep}"):
+                if line["lr"] == lr:
+                    scores = curves.setdefault(line["mixer"], {})
+                    for i, x in enumerate(line["test_accuracy_by"]["place"]["256"]):
+                        scores.setdefault(i + 1, []).append(x)
+            panels.append(
+                Panel(
+                    f"{title}, rate {lr:g}",
+                    "eighth of the pairs as written",
+                    [*curves.items()],
+                    (2, "trained"),
+                )
+            )
+    figure.draw_panels(
+        path,
+        panels,
+        label="recalled of 256 pairs",
+        title="Models of two mixers stop storing after about the pairs of training; models of one mixer do not",
+        caption="Zoology's MQAR, keys of 64 numbers, trained on 4 to 64 pairs, asked for 256, in eighths of the pairs as "
+        f"written, three seeds. {ONE_SEED}",
+    )
+
+
 def recall(r: Numbers, path: Path) -> None:
     """Learning curves by the write strength at the start."""
     arms = [
@@ -213,6 +245,7 @@ def rates(r: Numbers, path: Path) -> None:
 
 DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
     "figures/mqar.png": mqar,
+    "figures/place.png": place,
     "figures/recall.png": recall,
     "figures/text.png": text,
     "figures/parity.png": parity,

@@ -413,12 +413,12 @@ def test_a_peer_in_jax(what, monkeypatch, ticking_clock):
     options = dict(initial_state=None, cu_seqlens=None, segment_ids=None, implementation=None, layer=0)
     *qkv, g, beta = (x.reshape(2, 3, *x.shape[2:]) for x in problem.x.tokens)
     rule = peer.in_layers()
-    o, state = rule(*qkv, {"g": g, "beta": beta}, normalized=True, **options)
+    o, state = rule(*qkv, g, beta, normalized=True, **options)
     expected, _ = gdn_jax.gated_delta_rule(*qkv, g, beta, implementation="recurrent")
     assert state is None and asked[-1] == ("gated_deltanet", "mosaic_gpu", False, (2, 3))
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (o, expected)), rtol=2**-7, atol=2**-9)
     with pytest.raises(NotImplementedError, match="segment_ids: a step has whole rows alone"):
-        rule(*qkv, {"g": g, "beta": beta}, normalized=True, **options | {"segment_ids": jnp.zeros((2, 3))})
+        rule(*qkv, g, beta, normalized=True, **options | {"segment_ids": jnp.zeros((2, 3), jnp.int32)})
 
 
 def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch):

@@ -209,7 +209,7 @@ def test_blocks_whose_operands_norms_make(monkeypatch):
     plain_kernels(monkeypatch)
     monkeypatch.setattr(mixer, "gated_norm", gated_norm)
     monkeypatch.setattr(GatedDeltaNet, "_rule", lambda _: rule)
-    for module in ("fused.swiglu", "blocks"):
+    for module in ("parts.swiglu", "layers.blocks"):
         monkeypatch.setattr(f"gdn_jax.{module}.FEW_ROWS", 0)
     own = products._scale
     monkeypatch.setattr(fused_eight_bits, "scale_of_norm", lambda *_: 64.0)
