@@ -19,7 +19,7 @@ from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.layer.expert_walk import tile_layout
 
 
-class TileRing:
+class Slots:
     """The slots of a warpgroup for tiles, which it numbers one behind the other."""
 
     def __init__(
@@ -28,19 +28,22 @@ class TileRing:
         """Takes the slots of all warpgroups.
 
         Args:
-          tiles: [warpgroups n, depth, columns] in shared memory, depth a multiple of `WARPS`.
+          tiles: [warpgroups n, ..] in shared memory.
           full: as many barriers, of one arrival.
           wg: number of the warpgroup.
           warpgroups: how many.
           copy: copy(i, slot, barrier) starts the copy of the CTA's tile i.
         """
         self.tiles, self.full, self.wg, self.warpgroups, self.copy = tiles, full, wg, warpgroups, copy
-        self.slots, self.depth, self.columns = tiles.shape[0] // warpgroups, *tiles.shape[1:]
-        self.layout = tile_layout(self.columns)
+        self.slots = tiles.shape[0] // warpgroups
 
     def before(self, end: Any) -> Any:
         """How many tiles of this warpgroup there are before the CTA's tile `end`."""
         return lax.div(end + (self.warpgroups - 1) - self.wg, jnp.int32(self.warpgroups))
+
+    def number(self, n: Any) -> Any:
+        """The CTA's number of this warpgroup's tile n."""
+        return n * self.warpgroups + self.wg
 
     def _slot(self, n: Any) -> Any:
         return self.wg * self.slots + lax.rem(n, jnp.int32(self.slots))
@@ -48,11 +51,37 @@ class TileRing:
     def start(self, n: Any) -> None:
         """Starts the copy of this warpgroup's tile n; its slot is free."""
         slot = self._slot(n)
-        self.copy(n * self.warpgroups + self.wg, self.tiles.at[slot], self.full.at[slot])
+        self.copy(self.number(n), self.tiles.at[slot], self.full.at[slot])
 
     def fill(self, first: Any, end: Any) -> None:
         """Starts as many copies from tile `first` on as there are slots, up to tile `end`."""
         lax.fori_loop(first, jnp.minimum(end, first + self.slots), lambda n, _: self.start(n), None)
+
+    def wait(self, n: Any) -> Any:
+        """The slot of this warpgroup's tile n, when it is there."""
+        slot = self._slot(n)
+        plgpu.barrier_wait(self.full.at[slot])
+        return self.tiles.at[slot]
+
+    def follow(self, n: Any, last: Any) -> None:
+        """Starts the copy of the tile after n in its slot, if it is before `last`; tile n is in registers."""
+
+        @pl.when(n + self.slots < last)
+        def _():
+            plgpu.commit_smem()  # a barrier: every thread has read the tile
+            self.start(n + self.slots)
+
+
+class TileRing(Slots):
+    """Slots for tiles [depth, columns], depth a multiple of `WARPS`, that rows are multiplied by."""
+
+    def __init__(
+        self, tiles: Any, full: Any, wg: Any, warpgroups: int, copy: Callable[[Any, Any, Any], None]
+    ) -> None:
+        """Takes the slots of all warpgroups, see `Slots`."""
+        super().__init__(tiles, full, wg, warpgroups, copy)
+        self.depth, self.columns = tiles.shape[1:]
+        self.layout = tile_layout(self.columns)
 
     def zeros(self) -> jax.Array:
         """A sum of nothing: of each warp, [WARPS, columns]."""
@@ -80,18 +109,13 @@ class TileRing:
         def multiply(n, acc):
             behind(n)
             slot = self._slot(n)
-            x = load(row(n * self.warpgroups + self.wg), self.layout.reduce(1))
+            x = load(row(self.number(n)), self.layout.reduce(1))
             plgpu.barrier_wait(self.full.at[slot])
             x = plgpu.layout_cast(lax.broadcast_in_dim(x, (self.depth, self.columns), [0]), self.layout)
             products = load(self.tiles.at[slot], self.layout).astype(jnp.float32) * x
             for i in range(0, self.depth, WARPS):
                 acc = acc + products[i : i + WARPS]
-
-            @pl.when(n + self.slots < last)
-            def _():
-                plgpu.commit_smem()  # a barrier: every thread has read the tile
-                self.start(n + self.slots)
-
+            self.follow(n, last)
             return acc
 
         return lax.fori_loop(first, end, multiply, acc)

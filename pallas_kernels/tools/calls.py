@@ -31,6 +31,7 @@ from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
 from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
 from pallas_kernels.layer.cross_entropy import cross_entropy
+from pallas_kernels.layer.dense_stream import dense_stream
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.expert_row import expert_row
@@ -402,6 +403,11 @@ CALLS: dict[str, Call] = {
         routed_stream_call,
         "bf16[1,1536] bf16[1,1536] f32[1536] f32[128,1536] f32[128] bf16[128,1536,1024] bf16[128,512,1536] "
         "bf16[1536,512] bf16[1536,512] bf16[512,1536]",
+        Needs.TMA,
+    ),
+    "second half of a row": call(
+        partial(dense_stream, eps=1e-6),
+        "bf16[1,1024] bf16[1,1024] f32[1024] bf16[7168,1024] bf16[3584,1024]",
         Needs.TMA,
     ),
     **BATCH_CALLS,

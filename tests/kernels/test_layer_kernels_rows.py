@@ -22,6 +22,7 @@ from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.parts import delta_layer as fused_delta_layer
+from gdn_jax.parts import dense_stream as dense
 from gdn_jax.parts import latent_token
 from gdn_jax.parts import routing as plain_routing
 from gdn_jax.parts.channel_token import ChannelGates
@@ -31,7 +32,15 @@ from gdn_jax.parts.row_product import heads_product, stream_product
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update
 from pallas_kernels.device.grid_barrier import NAME
-from pallas_kernels.layer import expert_row, latent_row, routed_stream, routing, row_choice, row_product
+from pallas_kernels.layer import (
+    dense_stream,
+    expert_row,
+    latent_row,
+    routed_stream,
+    routing,
+    row_choice,
+    row_product,
+)
 from pallas_kernels.token import delta_layer
 from pallas_kernels.token.heads import Head
 from pallas_kernels.tools.calls import CALLS
@@ -81,6 +90,47 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
     stream, z = routed_stream.routed_stream(*args, **options)
     close(s, stream, "s")
     close(want, jnp.sum(z, axis=0, keepdims=True), "z")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ((256, 300, 2), (9, 8, 2)),  # the last slice and its last tiles begin with rows of those before
+        pytest.param(
+            (512, 88, 0), (17, 16, 4, 1, 1), marks=pytest.mark.slow
+        ),  # a slot each; CTAs without a slice
+        pytest.param((1024, 700, 3), (34, 32), marks=pytest.mark.crossed),
+    ],
+)
+def test_a_stream_and_its_swiglu(sizes, config):
+    """Sum, norm, branches and projection down in one kernel of two stages; and the plain form for its derivative."""
+    args, s, want = row_kernels.dense(*sizes)
+    options: dict = dict(eps=1e-6, config=dense_stream.Config(*config), interpret=INTERPRET)
+    for stream, z in (
+        dense_stream.dense_stream(*args, **options),
+        jax.jit(dense._plain, static_argnums=0)(1e-6, *args),
+    ):
+        close(s, stream, "s")
+        close(want, z, "z", 0)
+
+
+def test_what_a_dense_stream_takes():
+    """Multiprocessors of several cards; widths and dtypes that it refuses, by name."""
+
+    def reason(ctas, D=1024, F=3584, dtype="bfloat16"):
+        shapes = (1, D), (2 * F, D), (F, D)
+        return dense_stream.check_supported(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes), ctas)
+
+    assert [reason(ctas) for ctas in (108, 114, 132, 144, 148)] == [None] * 5
+    assert [reason(132, D, F) for D, F in ((2560, 9216), (4096, 12288))] == [None] * 2
+    for said, arguments in [
+        ("12 multiprocessors", (12,)),
+        ("rows of 4096; the kernel takes multiples of 512 up to 3456", (108, 4096)),
+        ("rows of 768", (132, 768)),
+        ("an inner width of 128; the kernel takes 385 to 15872 on 132", (132, 1024, 128)),
+        ("weights of float32", (132, 1024, 3584, "float32")),
+    ]:
+        assert reason(*arguments).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -343,15 +393,27 @@ def routed_stream_call(*args):
     return [plain_routing.routed_stream(*args, *options, eps=1e-6) for _ in range(2)]
 
 
+def dense_stream_call(*args):
+    """The same of two dense halves."""
+    return [dense.dense_stream(*args, eps=1e-6) for _ in range(2)]
+
+
 @pytest.mark.parametrize(
     ("calls", "name"),
-    [(delta_layer_call, "layer of a token"), (routed_stream_call, "experts that a row chooses")],
+    [
+        (delta_layer_call, "layer of a token"),
+        (routed_stream_call, "experts that a row chooses"),
+        (dense_stream_call, "second half of a row"),
+    ],
 )
 def test_no_two_kernels_share_a_barrier(calls, name):
     """In a program of two calls of one size the kernel is there once, and constants with its name twice."""
     traced = jax.jit(lambda *args: calls(*args)).trace(*CALLS[name].positional)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = [x for x in re.findall(r'dense<"0x([0-9A-F]+)">', text) if NAME.hex().upper() in x]
+    constants = re.findall(r'dense<"0x([0-9A-F]+)">', text)
+    few = re.findall(r"dense<\[([-\d, ]+)\]> : tensor<\d+xi32>", text)
+    constants += [np.array(x.split(","), np.int32).tobytes().hex().upper() for x in few]
+    found = [x for x in constants if NAME.hex().upper() in x]
     assert len(found) == len(set(found)) == 2
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
 

@@ -16,7 +16,7 @@ from fused_harness import SUMS_ON_A_GPU, close, draws
 from gdn_jax.models import ExpertsConfig, LanguageModel, inference
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.presets import PRESETS
-from gdn_jax.parts import delta_layer, experts, latent_token, routing, row_product
+from gdn_jax.parts import delta_layer, dense_stream, experts, latent_token, routing, row_product
 from gdn_jax.parts.channel_token import ChannelGates
 from gdn_jax.shapes import Choice, Convolution
 
@@ -51,6 +51,21 @@ def test_a_stream_chooses_its_experts(E, choice):
             np.testing.assert_array_equal(call(*args)[1].sum(), z.sum())
         close(s, stream, "s")
         close(want, z.sum()[None], "z", 0)
+
+
+@pytest.mark.parametrize(
+    ("D", "F", "P"), [(1024, 2736, 1), (1024, 3584, 16), (2560, 9216, 3), (2048, 5632, 0)]
+)
+def test_a_stream_and_its_swiglu(D, F, P):
+    """At the widths of the 0.4B and 1.3B presets and of Qwen3.5 0.8B and 4B."""
+    args, s, want = row_kernels.dense(D, F, P)
+    assert dense_stream.takes_stream(args[0], *args[-2:], None)
+    call = jax.jit(functools.partial(dense_stream.dense_stream, eps=1e-6))
+    stream, z = call(*args)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(*args)[1], z)
+    close(s, stream, "s")
+    close(want, z, "z", 0)
 
 
 def test_independent_kernels_of_one_program_do_not_meet():

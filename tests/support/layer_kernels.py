@@ -21,6 +21,7 @@ from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     channel_gates,
     cross_entropy,
+    dense_stream,
     eight_bits,
     embedding,
     expert_gradient,
@@ -62,6 +63,7 @@ KERNELS = (
     (expert_swiglu, "expert_swiglu"),
     (expert_row, "expert_row"),
     (routed_stream, "routed_stream"),
+    (dense_stream, "dense_stream"),
     (routing, "choose"),
     (latent_row, "latent_row"),
     (latent_rows, "latent_rows"),

@@ -67,6 +67,20 @@ def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0
     return (x, y, norm, router, bias, gate_up, down, (gate, up, shared_down)), s, want
 
 
+def dense(D: int, F: int, P: int, seed: int = 0):
+    """Arguments of `dense_stream.dense_stream`, y in parts or none, and what it gives: s and the SwiGLU."""
+    draw = draws(seed)
+    x, y = draw(1, D, dtype="bfloat16"), draw(P, D, dtype="bfloat16") if P else None
+    norm, (gate_up, down) = (
+        near_one(draw, D),
+        (draw(*s, dtype="bfloat16", scale=c) for *s, c in ((2 * F, D, D**-0.5), (F, D, F**-0.5))),
+    )
+    added = np.sum(wide(y), axis=0, keepdims=True) if P else 0.0
+    s, n = fused_oracle.add_norm(x, added, norm, 1e-6)
+    a, b = np.split(n @ wide(gate_up).T, 2, axis=-1)
+    return (x, y, norm, gate_up, down), s, fused_oracle.branches(a, b) @ wide(down)
+
+
 def stream(D: int, F: int, dtype: str, seed: int = 0):
     """Arguments of `parts.row_product.stream_product`, and s, the norm and the product."""
     draw = draws(seed)

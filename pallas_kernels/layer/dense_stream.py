@@ -1,0 +1,204 @@
+"""The second half of a layer with a SwiGLU for one row, as one kernel: sum, norm, branches and projection down.
+
+    s = x + y,   v = s (mean(s^2) + eps)^(-1/2) w,   h = silu(A v) * (B v),   z = h W
+
+A CTA has a slice of the inner width, and all that belongs to it: rows of A and B, and rows of W. So h never leaves
+the CTA, nothing between the branches and the projection down waits for another CTA, and every copy is of whole rows
+that lie one after the other. What CTAs exchange is z: each writes its part [D] of the sum, and after a barrier over
+all CTAs (`device.grid_barrier`) each adds up some columns of all parts, so z is whole for the next kernel.
+
+    stage    a CTA makes                          what is copied meanwhile
+    parts    v, again in every CTA; its slice of  tiles of the branches, from the start on; after the last of
+             h, and its part of z                 them tiles of W
+    sum      some columns of z                    what the kernels after this one read first
+
+Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] float32; A and B one after the other as
+gate_up [2 F, D], W as down [F, D], of one dtype, bfloat16 or float16. Between the stages (GMEM): parts of z
+[slices, D] float32. Outputs (GMEM): s [1, D] of x's dtype, where there is y; z [1, D] float32.
+Grid: as many CTAs of four warpgroups as there are multiprocessors, of which a multiple of 16 have a slice. A tile is
+four rows of A or B, or some of their columns, and of W some rows of a warpgroup's columns. Shared memory: `_memory`.
+
+    barrier     arrivals                           who waits
+    full        a bulk copy of a tile              the warpgroup whose slot it is
+    down_full   the same
+    made        all warpgroups                     all, for squares, v, h and sums of the CTA
+
+Numerics: float32; v and h are not rounded. The same bits in every call. Hardware: `NEEDS`. Limits:
+`check_supported`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.device.ahead import bring, rows_of
+from pallas_kernels.device.grid_barrier import constant, launch_stages
+from pallas_kernels.device.lanes import WARP, WARPS
+from pallas_kernels.device.launch import compiled, warpgroup_index
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.needs import Needs
+from pallas_kernels.layer.dense_stages import ROWS, SLICE, TILE, Branches, Config, Down, Row, Sizes, Slice
+
+NEEDS = Needs.TMA
+
+REDUCTION_BYTES = 16
+
+
+def check_supported(
+    x: jax.ShapeDtypeStruct | jax.Array,
+    gate_up: jax.ShapeDtypeStruct | jax.Array,
+    down: jax.ShapeDtypeStruct | jax.Array,
+    ctas: int,
+) -> str | None:
+    """Why so many CTAs cannot take a row x [1, D], the branches [2 F, D] and W [F, D]; None if they can."""
+    (rows, D), F = x.shape, down.shape[0]
+    if rows != 1:
+        return f"{rows} rows; the kernel takes one"
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+    if down.dtype != gate_up.dtype or down.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"weights of {gate_up.dtype} and {down.dtype}; the kernel takes bfloat16 and float16, one for both"
+    config = Config.of(ctas)
+    warps = config.warpgroups * WARPS
+    if ctas < warps:
+        return f"{ctas} multiprocessors; the kernel takes {warps} or more"
+    unit, most = warps * WARP, min(WARP * ctas, 4 * TILE // ROWS)
+    if D % unit or not 0 < D <= most:
+        return f"rows of {D}; the kernel takes multiples of {unit} up to {most}"
+    if not ROWS <= pl.cdiv(F, config.slices) <= SLICE - ROWS:
+        of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * (SLICE - ROWS)}"
+        return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"
+    sizes = Sizes(D, F, warps, config.slices)
+    taken = smem_bytes(_memory(sizes, _with_slots(config, 1, 1), down.dtype), REDUCTION_BYTES)
+    return f"{taken} bytes of shared memory; a CTA has {SMEM_LIMIT}" if taken > SMEM_LIMIT else None
+
+
+def _with_slots(config: Config, slots: int, down_slots: int) -> Config:
+    return dataclasses.replace(
+        config, slots=config.slots or slots, down_slots=config.down_slots or down_slots
+    )
+
+
+def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
+    n, columns, piece = config.warpgroups, sizes.columns(config.ctas), sizes.down_width
+    return {
+        "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, sizes.width), dtype),
+        "down_tiles": Buffer((config.down_slots * n, sizes.down_rows, sizes.D // n // piece, piece), dtype),
+        "v": Buffer((sizes.warps, sizes.width)),
+        "of_warps": Buffer((sizes.warps,)),
+        "parts": Buffer((2, sizes.chunks, SLICE)),
+        "h": Buffer((n, SLICE)),
+        "sums": Buffer((n, WARPS * (WARP // columns), columns)),
+        "full": Barriers(arrivals=1, count=config.slots * n),
+        "down_full": Barriers(arrivals=1, count=config.down_slots * n),
+        "made": Barriers(arrivals=n),
+    }
+
+
+def _fitting(sizes: Sizes, config: Config, dtype: Any) -> Config:
+    """The configuration with slots in turn for the branches and for W, as long as there is room and use for one."""
+    most = pl.cdiv(2 * sizes.groups * sizes.chunks, config.warpgroups), sizes.down_tiles
+    slots, grows = [1, 1], True
+
+    def fits(slots: Sequence[int]) -> bool:
+        return smem_bytes(_memory(sizes, _with_slots(config, *slots), dtype), REDUCTION_BYTES) <= SMEM_LIMIT
+
+    while grows:
+        grows = False
+        for i in range(2):
+            more = [n + (j == i) for j, n in enumerate(slots)]
+            if more[i] <= most[i] and fits(more):
+                slots, grows = more, True
+    return _with_slots(config, *slots)
+
+
+def _body(gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, eps: float) -> None:
+    wg, own = warpgroup_index(), Slice(sizes)
+
+    def meet() -> None:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.made)
+        plgpu.barrier_wait(smem.made)
+
+    row = Row(gmem, smem, eps, wg, meet)
+    branches = Branches(gmem, smem, sizes, config.warpgroups, wg, own)
+    down = Down(gmem, smem, sizes, config.warpgroups, wg, own)
+    loaded = row.load()  # what it reads would come behind copies
+    branches.begin()
+    row.make(loaded)
+    branches.add(down.begin)
+    meet()
+    down.make_h()
+    down.add()
+    barrier.arrive()
+    pl.when(wg == config.warpgroups - 1)(lambda: bring(gmem.ahead, config.ctas))
+    barrier.wait()
+    barrier.leave()
+    down.total(config.ctas, meet)
+
+
+def dense_stream(
+    x: Float[Array, "1 D"],
+    y: Float[Array, "P D"] | None,
+    norm: Float[Array, " D"],
+    gate_up: Float[Array, "F2 D"],
+    down: Float[Array, "F D"],
+    *,
+    eps: float,
+    ahead: Sequence[jax.Array] = (),
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "1 D"], Float[Array, "1 D"]]:
+    """The stream x + y, and the SwiGLU of its norm, float32.
+
+    Args:
+      x: stream, for which, with the weights, `check_supported` is None.
+      y: what is added to it, in parts; None: nothing.
+      norm: weight of the norm.
+      gate_up: rows of both branches, one branch after the other.
+      down: rows of the projection down.
+      eps: of the norm.
+      ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      config: None for the default.
+      interpret: parameters of Pallas' interpreter, None to compile.
+    """
+    static = config or Config.default(), eps, interpret
+    words = constant() if interpret is None else None
+    return compiled(_run, interpret, static=3)(*static, x, y, norm, gate_up, down, rows_of(ahead), words)
+
+
+def _run(config, eps, interpret, x, y, norm, gate_up, down, ahead, words):
+    (F, D), like, f32 = down.shape, jax.ShapeDtypeStruct, jnp.float32
+    sizes = Sizes(D, F, config.warpgroups * WARPS, config.slices)
+    config = _fitting(sizes, config, down.dtype)
+    pieces, down_pieces = (sizes.warps, sizes.width), (D // sizes.down_width, sizes.down_width)
+    made = launch_stages(
+        "dense_stream",
+        functools.partial(_body, sizes=sizes, config=config, eps=eps),
+        2,
+        inputs={
+            "x": x.reshape(pieces),
+            "y": None if y is None else y.reshape(-1, *pieces),
+            "w": norm.astype(f32).reshape(pieces),
+            "gate_up": gate_up.reshape(2 * F, *pieces),
+            "down": down.reshape(F, *down_pieces),
+        },
+        between={"part": like((config.slices, *down_pieces), f32)},
+        outputs={"s": None if y is None else like(pieces, x.dtype), "z": like((1, D), f32)},
+        words=words,
+        memory=_memory(sizes, config, down.dtype),
+        ahead=ahead,
+        auto_barriers=False,
+        reduction_bytes=REDUCTION_BYTES,
+        ctas=config.ctas,
+        warpgroups=config.warpgroups,
+        interpret=interpret,
+    )
+    return x if y is None else made["s"].reshape(x.shape), made["z"]
