@@ -110,7 +110,7 @@ class Sizes(NamedTuple):
 
 
 class Slice:
-    """What a CTA has of the inner width."""
+    """The part of the inner width of a CTA."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.own, self.start = sizes.own, grid_index() * sizes.own
