@@ -165,7 +165,7 @@ class Problem:
     ) -> Iterator[Result]:
         """A result for lengths that are known while tracing, at which kernels alone look, and one for others.
 
-        Args: as of `timed` and `beside`; make takes the borders that are known, and those that are not.
+        Args: as for `timed` and `beside`; make takes the known borders, and then the unknown ones.
         """
         kinds: dict[str, tuple[Any, Any]] = {"": (None, self.cu_seqlens)}
         if self.cu_seqlens is not None and by not in PLAIN:

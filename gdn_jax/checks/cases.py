@@ -25,7 +25,7 @@ class Case:
     each row (segment_ids). ill_conditioned cases amplify rounding errors, whatever the implementation: they carry a
     bound computed from the case, see tests/support/tolerances.py.
 
-    channel_g names a recipe for a decay of each channel, which stands in place of that of each head. erase and write
+    channel_g names a recipe for the decay of each channel, which stands in place of g. erase and write
     stand in place of beta: "head" or "channel" for random strengths, a number for that number in every channel.
     """
 
@@ -256,7 +256,7 @@ CHANNELS = (
         segments=((1, 63, 2, 74), (70, 70)),
     ),
 )
-"""Small cases of `delta_rule`. Sizes are also those of fla's tests of KDA: D of 60, 64, 100, 128 and 256."""
+"""Small cases of `delta_rule`. The widths D = 60, 64, 100, 128 and 256 come from fla's tests of KDA."""
 
 _VALUES = dict(T=200, B=1, heads=(2, 2, 4), K=64, V=64)
 _LONG = dict(T=4096, B=1, heads=(1, 1, 2), K=128, V=128)
@@ -349,7 +349,7 @@ def channel_decays(recipe: str, rng: np.random.Generator, shape: tuple[int, ...]
         case "some -inf":  # of single channels, and of whole tokens
             whole = rng.random(shape[:-1])[..., None] < 0.05
             return np.where(whole | (rng.random(shape) < 0.03), -np.inf, mild)
-        case "kinds":  # 0, -1e-6, -5, -87, -1000 and -inf beside each other in one chunk
+        case "kinds":  # 0, -1e-6, -5, -87, -1000 and -inf next to each other in one chunk
             kinds = np.array([0, -1e-6, -0.1, -5, -87, -1000, -np.inf])
             return kinds[rng.choice(len(kinds), shape, p=(0.3, 0.2, 0.3, 0.1, 0.04, 0.03, 0.03))]
         case number:

@@ -76,7 +76,7 @@ def rule(primals: tuple, **options: Any) -> tuple[jax.Array, jax.Array]:
 def value_and_gradients(implementation: str, options: dict) -> Callable:
     """Function of (primals, cotangents, cu_seqlens, segment_ids) for (outputs, gradients of the primals).
 
-    The primals are those of `cases.Inputs`.
+    `cases.Inputs.primals` says what the primals are.
     """
 
     def call(primals, cotangents, cu_seqlens, segment_ids):

@@ -102,7 +102,7 @@ class ChannelDecayMixer(RecurrentMixer):
 
     A layer says what its strengths are, by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
 
-    Args: those of `GatedDeltaNet` but rule and use_gate, and
+    Args: as for `GatedDeltaNet` but rule and use_gate, and
       gate: of the decay, see the module docstring. The bounded gate is no clamped form of the other.
       lower_bound: the strongest log decay of a token with the gate "lower_bound", below 0.
       gate_rank: width between the two factors of the decay's projection, "head_dim" for that of a head; None: one

@@ -1,7 +1,7 @@
 """The Gated DeltaNet token mixer as a flax.nnx module.
 
 A call goes one of three ways. Two are for kernels: whole rows without a past as one operation, `parts.mixer`, and one
-token of every row on states that are changed in place, `parts.token`. All else is that of `layers.recurrent`,
+token of every row on states that are changed in place, `parts.token`. `layers.recurrent` does all else,
 `rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
 """
 

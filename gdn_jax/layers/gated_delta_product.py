@@ -55,7 +55,7 @@ class GatedDeltaProduct(RecurrentMixer):
     With n = 1 it is a `GatedDeltaNet`. A token's transition is a product of n Householder matrices, so with strengths
     to 2 it can be a product of n reflections.
 
-    Args: those of `GatedDeltaNet` but rule and use_gate, and
+    Args: as for `GatedDeltaNet` but rule and use_gate, and
       num_householder: n, the steps of a token.
       allow_neg_eigval: beta in [0, 2], which is the default here, instead of [0, 1].
 

@@ -68,7 +68,7 @@ def gated_delta_rule(
 ) -> tuple[Outputs, AnyStates]:
     """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
-    Args: those of `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
+    Args: as for `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
       initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
       axis_name: the mesh axis.
       by: "states" sends maps of states between devices, "heads" gives every device all tokens of some heads
@@ -111,7 +111,7 @@ def delta_rule(
 ) -> tuple[Outputs, AnyStates]:
     """`gdn_jax.delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
-    Args: those of `gdn_jax.delta_rule`. q, k, v, g, beta, erase, write and segment_ids are this device's tokens;
+    Args: as for `gdn_jax.delta_rule`. q, k, v, g, beta, erase, write and segment_ids are this device's tokens;
       initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
       axis_name, by: as for `gated_delta_rule`.
 
