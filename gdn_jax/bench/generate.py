@@ -37,7 +37,7 @@ from gdn_jax.models.attention import AttentionCache, WindowCache
 from gdn_jax.models.costs import layer_costs, model_costs, parameters_of_step
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference.program import for_inference
 from gdn_jax.training.peak import BANDWIDTH, of_device
 
 

@@ -1,31 +1,18 @@
 """Mixture of experts with a shared expert, in the place of a SwiGLU."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.layers.blocks import (
-    Initializer,
-    NoDecayParam,
-    RMSNorm,
-    SwiGLU,
-    group_projections,
-    normalise_first,
-)
+from gdn_jax.layers.blocks import Initializer, NoDecayParam, SwiGLU
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.parts import experts as fused_experts
-from gdn_jax.parts import routing
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.experts import FEW, SharedExpert, mixture, row_mixture
 from gdn_jax.parts.kernels import kernels_run
-from gdn_jax.parts.products import PLAIN, Addend, array_of, transposed_product
+from gdn_jax.parts.products import PLAIN
 from gdn_jax.parts.routing import choose, largest
-from gdn_jax.parts.row_product import stream_product, takes_stream
 from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Choice
 
@@ -79,7 +66,6 @@ class Experts(nnx.Module):
         self.router = nnx.Param(
             init(rngs.params(), (hidden_size, config.num_experts), jnp.float32 if sigmoids else param_dtype)
         )
-        self.router_rows: nnx.Param | None = None  # Wr^T, in a copy for single tokens
         self.gate_up = stack(init, hidden_size, 2 * config.expert_size)
         self.down = stack(out_init, config.expert_size, hidden_size)
         self.shared = SwiGLU(
@@ -96,54 +82,26 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        return self._mix(x, None)
-
-    def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Parts]:
-        """See `layers.blocks.from_stream`: of one row the norm and the router's product are one kernel, and the
-        result is in parts."""
-        weight, dtype = self.router_rows, self.dtype or x.dtype
-        if weight is None:
-            return normalise_first(self, norm, x, y)
-        added, scale = array_of(y), norm.scale(jnp.float32)
-        routed = self._routed(x, dtype)
-        if routed is not None:
-            ahead = read_ahead(self, len(self.token_weights()))
-            args = x, added, scale, weight[...], *routed
-            return routing.routed_stream(*args, eps=norm.eps, ahead=ahead)
-        if not takes_stream(x, weight[...], self.implementation):
-            return normalise_first(self, norm, x, y)
-        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
-        x, normalized, scores, _ = stream_product(x, added, scale, weight[...], **options)
-        return x, self._mix(normalized, scores.reshape(1, -1))
-
-    def _routed(self, x, dtype):
-        """Arguments of `routed_stream` that are the layer's own, where it takes the stream x; else None."""
-        choice, (*_, D) = self._choice(), x.shape
-        shared = self._shared_beside(jax.ShapeDtypeStruct((x.size // D, D), dtype))
-        if choice is None or shared is None or self.shared_gate is not None:
-            return None
-        assert self.router_bias is not None
-        assert self.router_rows is not None
-        gate_up, down = (weight[...].astype(dtype) for weight in (self.gate_up, self.down))
-        args = x, self.router_rows[...], choice, gate_up, shared, self.implementation
-        return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes_stream(*args) else None
-
-    def _mix(self, x, scores) -> Any:
-        """A call, with the router's scores or None."""
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
-        own, experts = self._shared_beside(rows), (self.gate_up[...], self.down[...])
-        weights, chosen = self.route(rows) if scores is None else self._chosen(rows, scores)
-        if own is not None:
-            y = row_mixture(rows, weights, chosen, *experts, own, self._gate(rows))
-            return y if scores is not None else y.sum().astype(dtype).reshape(x.shape)
+        y = self.mix(rows, *self.route(rows))
+        return (y.sum() if isinstance(y, Parts) else y).astype(dtype).reshape(x.shape)
+
+    def mix(
+        self, rows: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"]
+    ) -> Float[Array, "N D"] | Parts:
+        """The sum of each token's experts and the shared one, of one row in parts where a kernel makes both.
+
+        Args:
+          rows: tokens, in the compute dtype.
+          weights, chosen: of `route`.
+        """
+        shared, experts = self.shared_weights(rows), (self.gate_up[...], self.down[...])
+        if shared is not None:
+            return row_mixture(rows, weights, chosen, *experts, shared, self._gate(rows))
         y = mixture(rows, weights, chosen, *experts, implementation=self.implementation)
-        shared = self.shared(rows).astype(y.dtype)
-        gate = self._gate(rows)
-        y = y + (shared if gate is None else gate[:, None] * shared)
-        return y.astype(dtype).reshape(x.shape)
+        own, gate = self.shared(rows).astype(y.dtype), self._gate(rows)
+        return y + (own if gate is None else gate[:, None] * own)
 
     def _gate(self, rows: Float[Array, "N D"]) -> Float[Array, " N"] | None:
         """The factor of the shared expert's result; None for 1."""
@@ -154,13 +112,13 @@ class Experts(nnx.Module):
     def route(self, rows: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Weights and numbers of the experts of each token, the heaviest first, for rows in the compute dtype."""
         if self.config.routing is None:
-            return self._chosen(rows, self._scores(rows))
-        return self._chosen(rows, self._scores(rows.astype(jnp.float32), "highest"))
+            return self.chosen(self.scores(rows))
+        return self.chosen(self.scores(rows.astype(jnp.float32), "highest"))
 
-    def _chosen(self, rows, scores):
+    def chosen(self, scores: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """`route` from scores."""
-        c, few = self.config, rows.shape[0] <= FEW
-        if (choice := self._choice()) is not None:
+        c, few = self.config, scores.shape[0] <= FEW
+        if (choice := self.choice()) is not None:
             assert self.router_bias is not None
             return choose(scores, self.router_bias[...], choice, implementation=self.implementation)
         # Largest scores are found by counting on a GPU, where a sort is many kernels.
@@ -170,44 +128,18 @@ class Experts(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen
 
-    def _choice(self) -> Choice | None:
+    def choice(self) -> Choice | None:
         """How sigmoid routing chooses; None for the other."""
         c, routing = self.config, self.config.routing
         if routing is None:
             return None
         return Choice(c.per_token, routing.groups, routing.kept_groups, c.normalise, routing.factor)
 
-    def _scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
+    def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
         """Products of rows and the router, in float32."""
-        if self.router_rows is not None and rows.shape[0] == 1:
-            return transposed_product(rows, self.router_rows[...].astype(rows.dtype), jnp.float32)
         return _dot(rows, self.router[...].astype(rows.dtype), precision)
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
-    def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
-        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
-        if self.router_rows is None or not all(type(linear) is nnx.Linear for linear in linears):
-            return []
-        bias = [] if self.router_bias is None else [self.router_bias]
-        return [self.router_rows, *bias, *(linear.kernel for linear in linears)]
-
-    def read_by_rows(self, rows: int) -> None:
-        """Makes weights lie as a GPU reads them fastest in calls of so few rows, in place.
-
-        The router gets a transposed copy. The shared expert's projections become products of groups, unless the
-        kernels of the experts take that too.
-        """
-        weight = with_layout_constraint(self.router[...].T, Layout((0, 1)))
-        self.router_rows = nnx.data(nnx.Param(weight))
-        dtype = self.dtype or self.gate_up[...].dtype
-        if self._shared_beside(jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)) is None:
-            for names in (("gate_proj", "up_proj"), ("down_proj",)):
-                group_projections(self.shared, names)
-
-    def _shared_beside(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
+    def shared_weights(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
         """The shared expert as the kernels of a row take it; None where they do not."""
         linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
         if not all(type(linear) is nnx.Linear and linear.dot_general is PLAIN for linear in linears):

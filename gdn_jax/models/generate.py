@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.inference import for_decoding, for_inference
+from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.models.structure import split
 from gdn_jax.serving.arguments import check_values

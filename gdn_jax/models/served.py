@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import Around, LanguageModel
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference.program import for_inference
 from gdn_jax.models.served_layers import LayerPools, kind_of
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole

@@ -1,5 +1,6 @@
 """The second half of a layer with a SwiGLU for one row, from the residual stream on, in one kernel."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ def dense_stream(
     down: Float[Array, "F D"],
     *,
     eps: float,
+    ahead: Sequence[jax.Array] = (),
 ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
     """The stream s = x + y, and the SwiGLU of its norm v = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
@@ -49,18 +51,20 @@ def dense_stream(
       gate_up: rows of both branches, one branch after the other.
       down: rows of the projection down.
       eps: of the norm.
+      ahead: as for `row_product.stream_product`.
 
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.
     """
-    return _dense(eps, x, addends(y), norm, gate_up, down)
+    return _dense(eps, x, addends(y), norm, gate_up, down, tuple(ahead))
 
 
 def _by_kernel(eps: float, x: Any, y: Any, *arrays: Any) -> tuple[Array, Array]:
     from pallas_kernels.layer.dense_stream import dense_stream
 
+    *arrays, ahead = arrays
     parts = None if y is None else y.reshape(-1, y.shape[-1])
-    s, z = dense_stream(x.reshape(1, -1), parts, *arrays, eps=eps)
+    s, z = dense_stream(x.reshape(1, -1), parts, *arrays, eps=eps, ahead=ahead)
     return s.reshape(x.shape), z.reshape(x.shape)
 
 
@@ -76,6 +80,6 @@ def _plain(eps: float, x: Any, y: Any, norm: Any, gate_up: Any, down: Any) -> tu
 
 
 _dense = fused_op(
-    lambda eps, *arrays: (_by_kernel(eps, *arrays), arrays),
-    lambda eps, saved, cotangents: jax.vjp(partial(_plain, eps), *saved)[1](cotangents),
+    lambda eps, *arrays: (_by_kernel(eps, *arrays), arrays[:-1]),
+    lambda eps, saved, cotangents: (*jax.vjp(partial(_plain, eps), *saved)[1](cotangents), None),
 )

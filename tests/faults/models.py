@@ -53,8 +53,8 @@ FAULTS = (
     ),
     Fault(
         "the router's scores are rounded",
-        "self._chosen(rows, self._scores(rows))",
-        "self._chosen(rows, self._scores(rows).astype(rows.dtype))",
+        "self.chosen(self.scores(rows))",
+        "self.chosen(self.scores(rows).astype(rows.dtype))",
         "tests/layers/test_experts.py::test_experts_are_chosen_by_scores_in_float32",
     ),
     Fault(
@@ -236,8 +236,8 @@ FAULTS = (
     ),
     Fault(
         "tokens of latent attention are turned by the position of the first",
-        "q, k, v = self._heads_of(q, kv, cache.length[:, None] + jnp.arange(T), q_b)",
-        "q, k, v = self._heads_of(q, kv, cache.length[:, None], q_b)",
+        "kv, cache.length[:, None] + jnp.arange(T))",
+        "kv, cache.length[:, None])",
         "tests/kernels/test_layer_kernels_rows.py::test_tokens_of_latents",
     ),
     Fault(

@@ -18,7 +18,7 @@ from gdn_jax import serving
 from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.generate import decode
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference.program import for_inference
 
 pytestmark = pytest.mark.gpu
 

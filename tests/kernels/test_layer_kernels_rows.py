@@ -15,11 +15,15 @@ from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
 from gdn_jax.layers import KimiDeltaAttention, RecurrentCache
-from gdn_jax.layers.blocks import RMSNorm, from_stream, group_projections, whole
-from gdn_jax.models import ExpertsConfig, inference
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, group_projections, whole
+from gdn_jax.models import ExpertsConfig
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.inference import program
+from gdn_jax.models.inference.dense import DenseRow
+from gdn_jax.models.inference.experts import ExpertRows
+from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.parts import delta_layer as fused_delta_layer
 from gdn_jax.parts import dense_stream as dense
@@ -235,6 +239,7 @@ def small(monkeypatch, interpreted):
     monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(8, 3))
     monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(8, 3))
     monkeypatch.setattr(latent_row.Config, "default", lambda slots: latent_row.Config(2, 2))
+    monkeypatch.setattr(dense_stream.Config, "default", lambda: dense_stream.Config(17, 16))
     with trusted():
         yield interpreted
 
@@ -334,7 +339,7 @@ def layer_of_one_product(small, monkeypatch, hidden: int, parts: int, heads: int
     )
     norm = RMSNorm(hidden, implementation="chunked")
     want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
-    for names in inference.GROUPS:
+    for names in program.GROUPS:
         group_projections(layer, names, layer.head_v_dim if "g_proj" in names else 1)
     for module, name in ((conv_update, "conv_update"), (channel_step, "channel_step")):
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
@@ -430,9 +435,9 @@ def test_a_layer_of_latents(small):
     k, v = (draw(1, 8, 1, width, dtype="bfloat16") for width in plain.cache_widths)
     cache = FixedAttentionCache(k, v, put([5], jnp.int32))
     _, (o, after) = from_stream(plain)(norm, x, y, cache=cache)
-    for names in inference.GROUPS:
+    for names in program.GROUPS:
         group_projections(layer, names)
-    layer.read_by_rows()
+    layer = LatentRows(layer)
     _, (p, new) = from_stream(layer)(norm, x, y, cache=cache)
     assert (small["stream_product"], small["latent_row"]) == (2, 1)
     # The projections, their norms, the turn, the cache, the weights of values, what heads see, gates and the output.
@@ -446,9 +451,9 @@ def test_tokens_of_latents():
     """Several tokens of a copy for one row are turned by their own positions, with a cache before them."""
     config = LatentAttentionConfig(2, 4, 4, 6, 5, q_rank=None, rope_theta=100.0)
     plain, layer = (LatentAttention(16, config, rngs=nnx.Rngs(0)) for _ in range(2))
-    for names in inference.GROUPS:
+    for names in program.GROUPS:
         group_projections(layer, names)
-    layer.read_by_rows()
+    layer = LatentRows(layer)
     rng, norm = np.random.default_rng(0), RMSNorm(16)
     x, y = (rng.standard_normal((2, 3, 16)).astype(np.float32) for _ in range(2))
     k, v = (rng.standard_normal((2, 8, 1, width)).astype(np.float32) for width in plain.cache_widths)
@@ -478,9 +483,32 @@ def test_a_mixture_of_one_row(small, shared_gate, kernels):
     x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
     plain = Experts(256, config, implementation="chunked", **options | {"rngs": nnx.Rngs(0)})
     want = from_stream(plain)(RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
-    layer.read_by_rows(1)
+    layer = ExpertRows(layer, 1)
     got = from_stream(layer)(norm, x, y)
     assert small == dict.fromkeys(kernels, 1)
     close(want[0], got[0], "stream")
     # The plain form rounds the norm, h, what each expert makes, and both sums.
     close(fused_oracle.wide(want[1]), whole(got[1], x), "y", 6, dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_a_swiglu_of_one_row(small, monkeypatch):
+    """In a copy for one row, with the norm before it: that of the layer without kernels, also of more rows."""
+    monkeypatch.setattr(
+        dense_stream, "check_supported", lambda *_: None
+    )  # its CTAs are fewer than a device has
+    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    norm = RMSNorm(512, dtype=jnp.bfloat16, implementation="chunked")
+    layer = SwiGLU(512, 192, implementation=None, rngs=nnx.Rngs(0), **options)
+    plain = SwiGLU(512, 192, implementation="chunked", rngs=nnx.Rngs(0), **options)
+    draw = draws(2)
+    x, y = draw(1, 1, 512), draw(1, 1, 512, dtype="bfloat16")
+    want, row = from_stream(plain)(norm, x, y), DenseRow.of(layer)
+    assert row is not None and DenseRow.of(plain) is None
+    got = from_stream(row)(norm, x, y)
+    assert small == {"dense_stream": 1}
+    close(want[0], got[0], "stream")
+    # The plain form rounds the norm, both branches, h and the result.
+    close(fused_oracle.wide(want[1]), got[1], "y", 6, dtype="bfloat16")
+    rows = draw(2, 3, 512, dtype="bfloat16")
+    close(fused_oracle.wide(plain(rows)), row(rows), "rows", 6, dtype="bfloat16")

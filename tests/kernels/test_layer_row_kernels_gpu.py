@@ -13,8 +13,12 @@ import row_kernels
 from flax import nnx
 from fused_harness import SUMS_ON_A_GPU, close, draws
 
-from gdn_jax.models import ExpertsConfig, LanguageModel, inference
+from gdn_jax.models import ExpertsConfig, LanguageModel
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
+from gdn_jax.models.experts import Experts
+from gdn_jax.models.inference import program
+from gdn_jax.models.inference.dense import DenseRow
+from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.parts import delta_layer, dense_stream, experts, latent_token, routing, row_product
 from gdn_jax.parts.channel_token import ChannelGates
@@ -191,30 +195,36 @@ def test_row_of_filtered_channels():
     close(inputs[:, 1:], after[0], "state")
 
 
-def test_a_token_of_one_row_of_a_model():
-    """A small Ling: recurrent, latent, dense and with experts, token by token in the copy that generation reads."""
-    config = dataclasses.replace(
-        PRESETS["ling-3.0-tiny"],
-        **dict(
-            vocab_size=256, hidden_size=512, num_layers=4, num_heads=4, head_dim=128, intermediate_size=512
-        ),
-        layer_types=("kda", "kda", "attention", "kda"),
-        attention=LatentAttentionConfig(4, 64, 64, 64, 256, q_rank=256, rope_theta=1e4, head_gate=True),
-        experts=ExpertsConfig(64, 4, 128, 256, shared_gate=False, routing=SigmoidRouting(4, 2, 2.5)),
-        **dict(dtype="bfloat16", weight_dtype="bfloat16"),
-    )
+SMALL_LING = dataclasses.replace(
+    PRESETS["ling-3.0-tiny"],
+    **dict(vocab_size=256, hidden_size=512, num_layers=4, num_heads=4, head_dim=128, intermediate_size=512),
+    layer_types=("kda", "kda", "attention", "kda"),
+    attention=LatentAttentionConfig(4, 64, 64, 64, 256, q_rank=256, rope_theta=1e4, head_gate=True),
+    experts=ExpertsConfig(64, 4, 128, 256, shared_gate=False, routing=SigmoidRouting(4, 2, 2.5)),
+    **dict(dtype="bfloat16", weight_dtype="bfloat16"),
+)
+SMALL_QWEN = dataclasses.replace(
+    PRESETS["qwen3.5-0.8b"],
+    **dict(vocab_size=256, num_layers=4, layer_types=PRESETS["qwen3.5-0.8b"].layer_types[:4]),
+    **dict(dtype="bfloat16", weight_dtype="bfloat16"),
+)
+
+
+@pytest.mark.parametrize("config", [SMALL_LING, SMALL_QWEN], ids=["ling", "qwen"])
+def test_a_token_of_one_row_of_a_model(config):
+    """Recurrent, latent and attention layers, dense and with experts, token by token in the copy that generation
+    reads."""
     model = LanguageModel(config, rngs=nnx.Rngs(0))
     plain = LanguageModel(dataclasses.replace(config, implementation="chunked"), rngs=nnx.Rngs(0))
-    for block in (
-        *model.blocks[1:],
-        *plain.blocks[1:],
-    ):  # two programs that round would choose others now and then
-        block.mlp.router_bias[...] = 2.0 * (37 * jnp.arange(64) % 64)
+    for block in (*model.blocks, *plain.blocks):  # two programs that round would choose others now and then
+        if isinstance(block.mlp, Experts):
+            block.mlp.router_bias[...] = 2.0 * (37 * jnp.arange(64) % 64)
     tokens = np.random.default_rng(0).integers(0, 256, (1, 12))
     want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
-    copy = nnx.jit(lambda model: inference.for_decoding(inference.for_inference(model), 1))(model)
+    copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
-    assert step.lower(copy, tokens[:, :1], model.init_cache(1, 12)).as_text().count("_run_stream") > 0
+    assert step.lower(copy, tokens[:, :1], model.init_cache(1, 12)).as_text().count("@mosaic_gpu") > 1
+    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, ExpertRows}
     cache, got = model.init_cache(1, 12), []
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)

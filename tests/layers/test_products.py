@@ -19,7 +19,7 @@ from tolerances import rms_ratio
 from gdn_jax.layers import GatedDeltaNet, blocks
 from gdn_jax.layers.blocks import SwiGLU
 from gdn_jax.models import ModelConfig
-from gdn_jax.models.inference import for_inference
+from gdn_jax.models.inference.program import for_inference
 from gdn_jax.models.lora import add_lora
 from gdn_jax.parts import mixer, products
 from gdn_jax.parts.products import PLAIN, PRODUCTS, Float8, counting, rounded, times

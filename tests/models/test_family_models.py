@@ -25,9 +25,10 @@ from gdn_jax.layers.blocks import ProjectionGroup
 from gdn_jax.layers.gated_delta_product import DeltaProduct
 from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.layers.table import TOKEN_MIXERS
-from gdn_jax.models import LanguageModel, ModelConfig, generate, inference
+from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.models.costs import layer_costs, parameters
+from gdn_jax.models.inference import program
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
@@ -84,8 +85,8 @@ def test_a_row_equals_its_tokens(mixer, monkeypatch):
     empty = empty_cache(model, 2)
     whole, last = jax.device_get(call(model, tokens, empty))
     cache, logits = empty, []
-    monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
-    single = inference.for_decoding(inference.for_inference(model), 1)
+    monkeypatch.setattr(program, "kernels_run", lambda implementation: True)
+    single = program.for_decoding(program.for_inference(model), 1)
     assert any(isinstance(part, ProjectionGroup) for _, part in nnx.iter_modules(single))
     own, (first, *_, last_read) = single.blocks[0].mixer, single.blocks[0].mixer.ahead
     assert first is own.q_proj.group.weight and last_read is single.head

@@ -12,9 +12,10 @@ from small_layers import drawn
 from small_models import made
 
 from gdn_jax.layers.blocks import ProjectionGroup
-from gdn_jax.models import LanguageModel, generate, inference
+from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.config import ExpertsConfig
-from gdn_jax.models.inference import for_decoding, for_inference
+from gdn_jax.models.inference import program
+from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.models.presets import PRESETS
 
@@ -108,7 +109,7 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
     """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
     assert for_decoding(ready, 1) is ready  # without a GPU
-    monkeypatch.setattr(inference, "kernels_run", lambda implementation: True)
+    monkeypatch.setattr(program, "kernels_run", lambda implementation: True)
     copy = for_decoding(ready, 1)
     groups = [part for _, part in nnx.iter_modules(copy) if isinstance(part, ProjectionGroup)]
     assert len(groups) == 2 * 4

@@ -105,7 +105,7 @@ CHECKS_NOTHING = {
     "gdn_jax": {"kkt", "wy", "chunk_output", "chunk_cumsum", "debug_checks"},
     "gdn_jax.layers": {"RecurrentMixer", "RecurrentCache"},
     "gdn_jax.models": {"Block", "LanguageModel", "NoDecayParam", "weight_decay_mask"},
-    "gdn_jax.models.inference": {"for_inference", "for_decoding"},
+    "gdn_jax.models.inference.program": {"for_inference", "for_decoding"},
     "gdn_jax.models.lora": {"merge_lora"},
     "gdn_jax.inspect.analysis": {"memory_horizon"},
     "gdn_jax.rules": {

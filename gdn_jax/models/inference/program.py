@@ -1,6 +1,7 @@
 """Copies of a model with its weights as generation reads them, made once so that no token pays for it again."""
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,8 +9,12 @@ from jax.typing import DTypeLike
 
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.layers.blocks import RMSNorm, group_projections, set_product
+from gdn_jax.models.block import Block, ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.inference.dense import DenseRow
+from gdn_jax.models.inference.experts import ExpertRows
+from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.parallel.head_shards import splits_heads
@@ -54,11 +59,12 @@ GROUPS = (
         *("q_a_proj", "kv_a_proj", "g_proj"),
     ),
     ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
 )
-"""Projections of one input, by their names in a layer, in the order in which its kernels take them. First factors are
-neighbours: what multiplies both, `RecurrentMixer.join_factors`, reads them where they lie."""
+"""Projections of a mixer that have one input, by their names, in the order in which its kernels take them. First
+factors are neighbours: what multiplies both, `RecurrentMixer.join_factors`, reads them where they lie."""
+
+MLP_GROUPS = (("gate_proj", "up_proj"), ("down_proj",))
+"""The same of a SwiGLU."""
 
 
 def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
@@ -75,24 +81,36 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
     if not kernels_run(model.config.implementation) or splits_heads():
         return model
     model = nnx.clone(model)
-    parts = [part for _, part in nnx.iter_modules(model)]
-    shared = {id(part.shared) for part in parts if isinstance(part, Experts)}
-    for part in parts:
-        if id(part) in shared:
-            continue
-        # Whole heads, so that a kernel can take the last ones as those of the output gate.
-        unit = part.head_v_dim if isinstance(part, RecurrentMixer) else 1
-        for names in GROUPS:
-            group_projections(part, names, unit if "g_proj" in names else 1)
-        if isinstance(part, RecurrentMixer):
-            part.join_factors()
-        elif isinstance(part, Experts):
-            part.read_by_rows(rows)
-        elif isinstance(part, LatentAttention):
-            part.read_by_rows()
+    for block in model.blocks:
+        block.mixer = _mixer_for_decoding(block.mixer)
+        block.mlp = _mlp_for_decoding(block, rows)
     if rows == 1:
         _look_ahead(model)
     return model
+
+
+def _mixer_for_decoding(mixer: Any) -> Any:
+    """A token mixer with one product for projections of one input, changed in place or another in its place."""
+    # Whole heads, so that a kernel can take the last ones as those of the output gate.
+    unit = mixer.head_v_dim if isinstance(mixer, RecurrentMixer) else 1
+    for names in GROUPS:
+        group_projections(mixer, names, unit if "g_proj" in names else 1)
+    if isinstance(mixer, RecurrentMixer):
+        mixer.join_factors()
+    return LatentRows(mixer) if isinstance(mixer, LatentAttention) else mixer
+
+
+def _mlp_for_decoding(block: Block, rows: int) -> Any:
+    """The same of what follows the mixer."""
+    mlp = block.mlp
+    if isinstance(mlp, Experts):
+        return ExpertRows(mlp, rows)
+    if rows == 1 and not isinstance(block, ReorderedBlock):  # which norms nothing before it
+        if (row := DenseRow.of(mlp)) is not None:
+            return row
+    for names in MLP_GROUPS:
+        group_projections(mlp, names)
+    return mlp
 
 
 AHEAD = 6

@@ -1,0 +1,1 @@
+"""Copies of a model for inference: weights as generation reads them, and parts with few kernels a token."""

@@ -1,0 +1,64 @@
+"""The SwiGLU of a block for one row: the sum, the norm and the MLP are one kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm, SwiGLU, normalise_first
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.dense_stream import dense_stream, takes_stream
+from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.swiglu import gated
+from gdn_jax.parts.unsummed import Parts
+
+
+class DenseRow(nnx.Module):
+    """A SwiGLU whose weights lie as the kernel of one row reads them: the branches [2 F, D], the projection down
+    [F, D].
+
+    Args:
+      mlp: the SwiGLU, of a copy for inference.
+    """
+
+    def __init__(self, mlp: SwiGLU):
+        self.branches = ProjectionGroup((mlp.gate_proj, mlp.up_proj))
+        self.down = mlp.down_proj.kernel
+        self.implementation = mlp.implementation
+
+    @classmethod
+    def of(cls, mlp: Any) -> "DenseRow | None":
+        """The same MLP for one row; None where the kernel does not take it."""
+        if not isinstance(mlp, SwiGLU):
+            return None
+        projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        if any(type(linear) is not nnx.Linear or linear.bias is not None for linear in projections):
+            return None
+        down = mlp.down_proj.kernel[...]
+        row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * down.shape[0]))
+        return cls(mlp) if takes_stream(row, gate_up, down, mlp.implementation) else None
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+        """The MLP of any rows, see `SwiGLU`."""
+        a, b = jnp.split(self.branches(x), 2, axis=-1)
+        h = gated(a, b)
+        return h @ self.down[...].astype(h.dtype)
+
+    def from_stream(
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+        """See `layers.blocks.from_stream`: the MLP of one row is float32."""
+        weights = self.branches.weight[...], self.down[...]
+        if not takes_stream(x, *weights, self.implementation):
+            return normalise_first(self, norm, x, y)
+        scale, ahead = norm.scale(jnp.float32), read_ahead(self, 2)
+        return dense_stream(x, array_of(y), scale, *weights, eps=norm.eps, ahead=ahead)
+
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `parts.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `parts.ahead.Reader.token_weights`."""
+        return [self.branches.weight, self.down]

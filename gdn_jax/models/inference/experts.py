@@ -1,0 +1,84 @@
+"""A mixture of experts for single tokens: of one row the sum, the norm, the choice and the experts are one kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float
+
+from gdn_jax.layers.blocks import RMSNorm, group_projections, normalise_first
+from gdn_jax.models.experts import Experts
+from gdn_jax.parts import routing
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.products import Addend, array_of, transposed_product
+from gdn_jax.parts.row_product import stream_product, takes_stream
+from gdn_jax.parts.unsummed import Parts
+
+
+class ExpertRows(Experts):
+    """Experts whose weights lie as a GPU reads them fastest in calls of few rows.
+
+    The router has a transposed copy. The shared expert's projections are products of groups, unless the kernels of
+    the experts take that too.
+
+    Args:
+      experts: the mixture, of a copy for inference, whose parts this one takes over.
+      rows: that have a token in every call.
+    """
+
+    def __init__(self, experts: Experts, rows: int):
+        vars(self).update(vars(experts))
+        weight = with_layout_constraint(self.router[...].T, Layout((0, 1)))
+        self.router_rows = nnx.Param(weight)
+        dtype = self.dtype or self.gate_up[...].dtype
+        if self.shared_weights(jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)) is None:
+            for names in (("gate_proj", "up_proj"), ("down_proj",)):
+                group_projections(self.shared, names)
+
+    def from_stream(
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Parts]:
+        """See `layers.blocks.from_stream`: where one kernel does not take all, one has the norm and the router's
+        product. The result is in parts."""
+        weight, dtype = self.router_rows[...], self.dtype or x.dtype
+        added, scale = array_of(y), norm.scale(jnp.float32)
+        if (routed := self._routed(x, dtype)) is not None:
+            ahead = read_ahead(self, len(self.token_weights()))
+            return routing.routed_stream(x, added, scale, weight, *routed, eps=norm.eps, ahead=ahead)
+        if not takes_stream(x, weight, self.implementation):
+            return normalise_first(self, norm, x, y)
+        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
+        s, normalized, scores, _ = stream_product(x, added, scale, weight, **options)
+        assert normalized is not None
+        z = self.mix(normalized.reshape(1, -1), *self.chosen(scores.reshape(1, -1)))
+        return s, z if isinstance(z, Parts) else z.astype(dtype).reshape(x.shape)
+
+    def _routed(self, x, dtype):
+        """Arguments of `routed_stream` that are the layer's own, where it takes the stream x; else None."""
+        choice, (*_, D) = self.choice(), x.shape
+        shared = self.shared_weights(jax.ShapeDtypeStruct((x.size // D, D), dtype))
+        if choice is None or shared is None or self.shared_gate is not None:
+            return None
+        assert self.router_bias is not None
+        gate_up, down = (weight[...].astype(dtype) for weight in (self.gate_up, self.down))
+        args = x, self.router_rows[...], choice, gate_up, shared, self.implementation
+        return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes_stream(*args) else None
+
+    def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
+        """See `Experts.scores`: of one row from the transposed router."""
+        if rows.shape[0] > 1:
+            return super().scores(rows, precision)
+        return transposed_product(rows, self.router_rows[...].astype(rows.dtype), jnp.float32)
+
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `parts.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `parts.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
+        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
+        if not all(type(linear) is nnx.Linear for linear in linears):
+            return []
+        bias = [] if self.router_bias is None else [self.router_bias]
+        return [self.router_rows, *bias, *(linear.kernel for linear in linears)]

@@ -1,0 +1,145 @@
+"""Multi-head latent attention for single tokens: of one row the products are kernels that read what lies there."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.layers.blocks import RMSNorm, normalise_first, parts_of_group
+from gdn_jax.models.attention import AttentionCache, FixedAttentionCache
+from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.latent_token import Latents, LatentToken, latent_token, takes_token
+from gdn_jax.parts.products import Addend, array_of, transposed_product
+from gdn_jax.parts.row_product import stream_product, takes_stream
+from gdn_jax.parts.unsummed import Parts
+
+
+class LatentRows(LatentAttention):
+    """Latent attention with copies of both parts of Wb as a GPU reads them fastest for few rows.
+
+    The part that makes keys is multiplied by Wqb, where there is one: a token needs one product less, and queries are
+    multiplied by it already. Queries of the latents lie side by side, q_n of all heads and then q_r of all heads, so
+    that no token has to move them.
+
+    Args:
+      attention: the layer, of a copy for inference, whose parts this one takes over.
+    """
+
+    def __init__(self, attention: LatentAttention):
+        vars(self).update(vars(attention))
+        a, dtype = self.config, self.kv_b_proj.kernel.dtype
+        keys, values = jnp.split(self.expansion(dtype), [a.nope_dim], axis=-1)
+        values = with_layout_constraint(jnp.transpose(values, (1, 2, 0)), Layout((0, 1, 2)))
+        self.value_rows = nnx.Param(values)
+        # XLA reads its channels where they lie, and joins it with the writing of the cache.
+        self.kv_a_norm.implementation = "chunked"
+        self.query_rows = None if a.q_rank is None else nnx.Param(self._query_rows(keys))
+        self.key_rows = nnx.Param(keys) if a.q_rank is None else None
+
+    def _query_rows(self, keys: Float[Array, "C H N"]) -> Float[Array, "F Q"]:
+        """Wqb multiplied by the part of Wb that makes keys, and its rotated rows."""
+        a, dtype = self.config, keys.dtype
+        second = self.q_b_proj.kernel[...].reshape(a.q_rank, self.num_heads, a.key_dim)
+        nope, rope = jnp.split(second, [a.nope_dim], axis=-1)
+        options: Any = dict(precision="highest", preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+        nope = jnp.einsum("chn,dhn->hcd", keys, nope, **options).astype(dtype)
+        parts = nope, jnp.transpose(rope, (1, 2, 0))
+        rows = jnp.concatenate([part.reshape(-1, a.q_rank) for part in parts])
+        return with_layout_constraint(rows, Layout((0, 1)))
+
+    def from_stream(
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "P T D"] | Addend | Parts | None,
+        *,
+        cache: AttentionCache | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
+        """See `layers.blocks.from_stream`: of one row the norm and the product of all projections are one kernel."""
+        linears = [self.first_projection(), self.kv_a_proj] + ([] if self.g_proj is None else [self.g_proj])
+        found = parts_of_group(linears)
+        if found is None or cache is None or mask is not None or segment_ids is not None:
+            options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
+            return normalise_first(self, norm, x, y, **options)
+        self._check_call(x, cache, mask, segment_ids, return_cache)
+        group, places = found
+        weight = group.weight[...]
+        if takes_stream(x, weight, self.implementation):
+            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
+            x, _, channels, _ = stream_product(x, array_of(y), norm.scale(jnp.float32), weight, **static)
+        else:
+            x, normalized = norm.add(x, y)
+            channels = group(normalized)
+        q, kv, *gates = (channels[..., place] for place in places)
+        q_b = self._second_of_channels(channels, places[0].start)
+        if (found := self._of_channels(channels, q_b, places, cache)) is not None:
+            return x, found
+        T, heads_of = x.shape[1], self.heads_of if q_b is None else self.heads_of_queries
+        q, k, v = heads_of(q if q_b is None else q_b, kv, cache.length[:, None] + jnp.arange(T))
+        count = jnp.full(x.shape[0], T, jnp.int32)
+        o, after = self.mix(q, k, v, cache, count, None, None, return_cache)
+        return x, (self.o_proj(self.gated_by(o, gates[0] if gates else None)), after)
+
+    def _second_of_channels(self, channels: Float[Array, "B T C"], first: int):
+        """`second` of the latents among the projections of x, where they lie; None where no kernel takes them."""
+        matrix = None if self.query_rows is None else self.query_rows[...]
+        if matrix is None or first % 4 or not takes_stream(channels, matrix, self.implementation):
+            return None
+        static: Any = dict(eps=LATENT_NORM_EPS, dtype=self.dtype or channels.dtype, first=first)
+        static["ahead"] = read_ahead(self, 2)
+        return stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[2]
+
+    def _of_channels(self, channels, q_b, places, cache):
+        """A token of one row from its products, and the cache; None where no kernel takes them."""
+        a, (_, kv, *gate) = self.config, places
+        if q_b is None or a.rope_theta is None or not isinstance(cache, FixedAttentionCache):
+            return None
+        first = gate[0].start if gate else None
+        latents = Latents(kv.start, first, a.key_dim**-0.5, LATENT_NORM_EPS, a.rope_theta)
+        norm, values = self.kv_a_norm.scale(jnp.float32), self.value_rows[...].astype(q_b.dtype)
+        token = LatentToken(channels.reshape(1, -1), q_b.reshape(1, -1), norm, values, *cache)
+        if not takes_token(token, latents, self.implementation):
+            return None
+        o, *after = latent_token(token, latents)
+        return self.o_proj(o[None]), FixedAttentionCache(*after)
+
+    def halves_of(self, q: Float[Array, "B T F"]) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:
+        """See `LatentAttention.halves_of`."""
+        if self.query_rows is None:
+            return super().halves_of(q)
+        (B, T, F), H, rope = q.shape, self.num_heads, self.config.rope_dim
+        q_n, q_r = jnp.split(q, [F - H * rope], axis=-1)
+        return q_n.reshape(B, T, H, -1), q_r.reshape(B, T, H, -1)
+
+    def second(self, q: Float[Array, "B T Q"]) -> Float[Array, "B T F"]:
+        """See `LatentAttention.second`: multiplied by the part of Wb that makes keys."""
+        assert self.query_rows is not None
+        q = self.q_a_norm(q)
+        return transposed_product(q, self.query_rows[...].astype(q.dtype), q.dtype)
+
+    def parts(self, q: Float[Array, "B T H K"]) -> tuple[Float[Array, "B T H C"], Float[Array, "B T H R"]]:
+        """See `LatentAttention.parts`."""
+        q_n, q_r = jnp.split(q, [q.shape[-1] - self.config.rope_dim], axis=-1)
+        if self.key_rows is None:  # they are multiplied already
+            return q_n, q_r
+        return jnp.einsum("bthn,chn->bthc", q_n, self.key_rows[...].astype(q.dtype)), q_r
+
+    def outputs(self, o: Float[Array, "B T H C"]) -> Float[Array, "B T H V"]:
+        """See `Attention.outputs`: multiplied by the part of Wb that makes values."""
+        return jnp.einsum("bthc,hvc->bthv", o, self.value_rows[...].astype(o.dtype))
+
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `parts.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `parts.ahead.Reader.token_weights`."""
+        groups = [getattr(linear, "group", None) for linear in (self.kv_a_proj, self.o_proj)]
+        first, last = ([] if group is None else [group.weight] for group in groups)
+        rows = [] if self.query_rows is None else [self.query_rows, self.value_rows]
+        return [*first, *rows, *last] if first and rows and last else []
