@@ -205,8 +205,7 @@ SMALL_LING = dataclasses.replace(
 )
 SMALL_QWEN = dataclasses.replace(
     PRESETS["qwen3.5-0.8b"],
-    **dict(vocab_size=256, num_layers=4, layer_types=PRESETS["qwen3.5-0.8b"].layer_types[:4]),
-    **dict(dtype="bfloat16", weight_dtype="bfloat16"),
+    **dict(vocab_size=256, num_layers=4, dtype="bfloat16", weight_dtype="bfloat16"),
 )
 
 
