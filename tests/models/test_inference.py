@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from small_layers import drawn
 from small_models import made
 
-from gdn_jax.layers.blocks import ProjectionGroup
+from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm
 from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.models.inference import program
@@ -94,13 +94,14 @@ def test_logits_are_those_of_the_model(config):
 
 @pytest.mark.slow
 def test_norms_of_a_16_bit_model_are_widened_once():
-    """No step converts the weight of a norm; the logits are those of the model all the same."""
-    model = made(dataclasses.replace(CONFIG, weight_dtype="bfloat16"))
+    """No step converts the weight of a norm, nor adds 1 to it; the logits are those of the model all the same."""
+    model = made(dataclasses.replace(CONFIG, weight_dtype="bfloat16", zero_centred_norms=True))
     ready = for_inference(model)
     norms = {
         path: x.dtype for path, x in nnx.to_flat_state(nnx.state(ready, nnx.Param)) if path[-1] == "weight"
     }
     assert len(norms) == 2 * 2 + 1 + 1 + 2 and {*norms.values()} == {jnp.dtype("float32")}
+    assert not any(part.zero_centred for _, part in nnx.iter_modules(ready) if isinstance(part, RMSNorm))
     np.testing.assert_array_equal(logits(model, ROW), logits(ready, ROW))
 
 

@@ -25,11 +25,11 @@ from gdn_jax.parts.products import PLAIN
 def for_inference(model: LanguageModel) -> LanguageModel:
     """A copy whose products find their weights in the compute dtype, as they would round them at every call.
 
-    Norms find theirs in float32, in which they read them: a compiler would widen 16-bit ones for every token. Its
-    logits are those of the model, bit for bit, unless that multiplies in 8 bits: the copy never does. Low-rank
-    changes are merged. Where a tied output projection would be rounded, the copy has one of its own; the embedding
-    stays as it is, since the residual stream begins with it. What needs no conversion is shared with the model. The
-    copy is neither for training nor for saving.
+    Norms find their factors in float32, in which they read them: a compiler would widen 16-bit weights, and add 1 to
+    zero-centred ones, for every token. Its logits are those of the model, bit for bit, unless that multiplies in 8
+    bits: the copy never does. Low-rank changes are merged. Where a tied output projection would be rounded, the copy
+    has one of its own; the embedding stays as it is, since the residual stream begins with it. What needs no
+    conversion is shared with the model. The copy is neither for training nor for saving.
 
     Args:
       model: the model; may be traced.
@@ -47,7 +47,8 @@ def for_inference(model: LanguageModel) -> LanguageModel:
                 if weight is not None:
                     _convert(weight, dtype)
         elif isinstance(part, RMSNorm):
-            _convert(part.weight, jnp.float32)
+            part.weight.set_value(part.scale(jnp.float32))
+            part.zero_centred = False
     if model.head_weight().dtype != dtype:
         model.head = nnx.data(nnx.Param(model.head_weight().astype(dtype)))
     return model
