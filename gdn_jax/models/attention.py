@@ -15,6 +15,7 @@ from gdn_jax.layers.padding import check_rows, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel.token_shards import attention_on_mesh
 from gdn_jax.parts.attention import attend, same_segment
+from gdn_jax.parts.attention_rows import attention_rows
 from gdn_jax.shapes import check_array
 
 
@@ -78,6 +79,7 @@ class Attention(nnx.Module):
       config: heads and variants.
       norm_eps, zero_centred_norms: of the norms of q and k, see `RMSNorm`.
       dtype, param_dtype: compute and parameter dtype.
+      implementation: of a token over the cache, as for `parts.kernels.kernels_run`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
       rngs: source of the initial weights.
 
@@ -102,6 +104,7 @@ class Attention(nnx.Module):
         zero_centred_norms: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        implementation: str | None = None,
         kernel_init: Initializer | None = None,
         out_kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
@@ -115,6 +118,7 @@ class Attention(nnx.Module):
         self.cache_widths = (config.head_dim, config.head_dim)
         self.dtype = dtype
         self.param_dtype = param_dtype
+        self.implementation = implementation
 
         kernel_init = kernel_init or nnx.initializers.lecun_normal()
         options = dict(use_bias=config.bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -232,8 +236,7 @@ class Attention(nnx.Module):
     def one_query(self, q: Float[Array, "B 1 H K"], cache) -> Float[Array, "B 1 H Vc"]:
         """Returns what one query of each row sees of a cache, before `outputs`."""
         k, v = self.read(cache)
-        lengths = jnp.maximum(cache.length, 1)
-        return attend(self.queries(q), k, v, causal=False, lengths=lengths)
+        return attention_rows(self.queries(q), k, v, cache.length, implementation=self.implementation)
 
     def queries(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H Kc"]:
         """Queries of `heads` as they meet the keys of `read`."""
@@ -249,8 +252,12 @@ class Attention(nnx.Module):
 
     def gated(self, o, x):
         """Outputs of the heads side by side, times the gate where there is one."""
+        return self.gated_by(o, None if self.g_proj is None else self.g_proj(x))
+
+    def gated_by(self, o: Float[Array, "B T H V"], gate: Array | None) -> Float[Array, "B T F"]:
+        """`gated` from the projection to the gate."""
         o = o.reshape(*o.shape[:2], -1)
-        return o if self.g_proj is None else o * jax.nn.sigmoid(self.g_proj(x))
+        return o if gate is None else o * jax.nn.sigmoid(gate)
 
     def first_cache(self, k: Array, v: Array, count: Array) -> AttentionCache | WindowCache:
         """The cache of the first tokens of rows: `count` [B] of k and v each."""
@@ -265,8 +272,18 @@ class Attention(nnx.Module):
           x: inputs [B, T, hidden_size].
           positions: of the tokens, counted from 0; None: 0 to T - 1 in each row.
         """
-        B, T, _ = x.shape
         q, k, v = products(x, (self.q_proj, self.k_proj, self.v_proj))
+        return self.heads_of(q, k, v, positions)
+
+    def heads_of(
+        self,
+        q: Float[Array, "B T F"],
+        k: Float[Array, "B T G"],
+        v: Float[Array, "B T G"],
+        positions: Int[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T Hkv K"], Float[Array, "B T Hkv K"]]:
+        """`heads` from the projections."""
+        B, T, _ = q.shape
         if self.config.qk_norm == "width":
             q, k = self._normalise(q, k)
         q = q.reshape(B, T, self.num_heads, self.head_dim)

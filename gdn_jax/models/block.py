@@ -41,9 +41,9 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
     if a is None:
         mixer = config.mixer.make(config, **arithmetic(config), **weights)
     else:
-        options = arithmetic(config) | weights
+        options = arithmetic(config) | {"implementation": config.implementation} | weights
         if isinstance(a, LatentAttentionConfig):
-            mixer = LatentAttention(config.hidden_size, a, implementation=config.implementation, **options)
+            mixer = LatentAttention(config.hidden_size, a, **options)
         else:
             mixer = _attention(config, a, **options)
     mlp = None

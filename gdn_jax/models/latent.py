@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.layers.blocks import Initializer, Projection, RMSNorm, products
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
 from gdn_jax.models.config import LatentAttentionConfig
-from gdn_jax.parts.latent_rows import latent_rows
+from gdn_jax.parts.attention_rows import latent_rows
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the latents, whatever that of the model is, as in released models."""
@@ -99,13 +99,13 @@ class LatentAttention(Attention):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T 1 R"], Float[Array, "B T 1 C"]]:
         """Queries of the heads, k_r and c of tokens: projected, normalised and rotated. See `Attention.heads`."""
         first = self.first_projection()
-        return self.heads_of(first(x), self.kv_a_proj(x), positions)
+        return self.heads_of_first(first(x), self.kv_a_proj(x), positions)
 
     def first_projection(self) -> Projection:
         """The projection of x on the way to the queries."""
         return self.q_proj if self.config.q_rank is None else self.q_a_proj
 
-    def heads_of(
+    def heads_of_first(
         self, q: Float[Array, "B T F"], kv: Float[Array, "B T G"], positions: Int[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T 1 R"], Float[Array, "B T 1 C"]]:
         """`heads` from the first projections of x."""
@@ -187,14 +187,8 @@ class LatentAttention(Attention):
         k_r = jnp.broadcast_to(k_r, (B, T, self.num_heads, a.rope_dim))
         return jnp.concatenate([kv[..., : a.nope_dim], k_r], axis=-1), kv[..., a.nope_dim :]
 
-    def gated(self, o, x):
-        """See `Attention.gated`."""
-        return self.gated_by(o, None if self.g_proj is None else self.g_proj(x))
-
-    def gated_by(
-        self, o: Float[Array, "B T H V"], gate: Float[Array, "B T H"] | None
-    ) -> Float[Array, "B T F"]:
-        """`gated` from the projection to the gate."""
+    def gated_by(self, o: Float[Array, "B T H V"], gate: Array | None) -> Float[Array, "B T F"]:
+        """See `Attention.gated_by`: the gate is one number a head."""
         if gate is not None:
             o = o * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(o.dtype)[..., None]
         return o.reshape(*o.shape[:2], -1)

@@ -34,7 +34,7 @@ class WindowAttention(Attention):
         after = _put(cache, k, v, count)
         if T == 1:  # what the ring holds is what the token sees, in whatever order
             seen = jnp.clip(after.length, 1, W)
-            return attend(q, after.k, after.v, causal=False, lengths=seen), after
+            return self.one_query(q, after._replace(length=seen)), after
         new = cache.length[:, None] + jnp.arange(T)
         last = cache.length[:, None] - 1
         old = (

@@ -62,9 +62,9 @@ def dense_stream(
 def _by_kernel(eps: float, x: Any, y: Any, *arrays: Any) -> tuple[Array, Array]:
     from pallas_kernels.layer.dense_stream import dense_stream
 
-    *arrays, ahead = arrays
+    *own, ahead = arrays
     parts = None if y is None else y.reshape(-1, y.shape[-1])
-    s, z = dense_stream(x.reshape(1, -1), parts, *arrays, eps=eps, ahead=ahead)
+    s, z = dense_stream(x.reshape(1, -1), parts, *own, eps=eps, ahead=ahead)
     return s.reshape(x.shape), z.reshape(x.shape)
 
 

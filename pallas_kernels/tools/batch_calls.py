@@ -4,19 +4,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from pallas_kernels.layer.attention_rows import attention_rows
 from pallas_kernels.layer.expert_gradient import expert_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.expert_swiglu import Config as SwigluConfig
 from pallas_kernels.layer.expert_swiglu import expert_swiglu
 from pallas_kernels.layer.expert_tiles import expert_tiles
-from pallas_kernels.layer.latent_rows import latent_rows
 from pallas_kernels.tools.call import Call, call
 
 
 def configured(kernel: Callable[..., Any], config: Callable[[], Any], *arrays: Any, **options: Any) -> Any:
     """A kernel with the configuration of the device, which is asked for when it is called."""
     return kernel(*arrays, config=config(), **options)
+
+
+def latents(kernel: Callable[..., Any], q: Any, r: Any, c: Any, k: Any, length: Any) -> Any:
+    """Latent attention of a token of each row, of one key head."""
+    return kernel((q[:, None], r[:, None]), (c[:, :, None], k[:, :, None]), length, scale=0.07)
+
+
+def grouped(kernel: Callable[..., Any], q: Any, k: Any, v: Any, length: Any) -> Any:
+    """The same of grouped queries [B, N, G, K]."""
+    return kernel((q,), (k, v), length, scale=0.07)
 
 
 BATCH_CALLS: dict[str, Call] = {
@@ -50,12 +60,16 @@ BATCH_CALLS: dict[str, Call] = {
         partial(expert_gradient, rows=128), "bf16[8192,1536] bf16[8192,1024] i32[128] i32[128]"
     ),
     "latents of 32 rows": call(
-        partial(latent_rows, scale=0.07),
+        partial(latents, attention_rows),
         "bf16[32,16,512] bf16[32,16,64] bf16[32,32832,512] bf16[32,32832,64] i32[32]",
     ),
     "latents of 128 rows, 32 heads": call(
-        partial(latent_rows, scale=0.07),
+        partial(latents, attention_rows),
         "bf16[128,32,512] bf16[128,32,64] bf16[128,4096,512] bf16[128,4096,64] i32[128]",
+    ),
+    "attention of one row, Qwen3.5-0.8b": call(
+        partial(grouped, attention_rows),
+        "bf16[1,2,4,256] bf16[1,32832,2,256] bf16[1,32832,2,256] i32[1]",
     ),
 }
 """Name -> a call."""

@@ -184,10 +184,10 @@ FAULTS = (
         "tests/kernels/test_layer_kernels_rows.py::test_derivatives_are_those_of_plain_forms",
     ),
     Fault(
-        "slots of latents after a request's tokens are multiplied by 0, which leaves NaN",
-        "store_any(c, jnp.where(is_token, x, jnp.zeros_like(x)))",
-        "store_any(c, x)",
-        "tests/kernels/test_layer_kernels_latents.py::test_rows_meet_their_caches",
+        "values in slots after a row's tokens are multiplied by 0, which leaves NaN",
+        "store_any(v, jnp.where(is_token, x, jnp.zeros_like(x)))",
+        "store_any(v, x)",
+        "tests/kernels/test_layer_kernels_attention.py::test_rows_meet_their_caches",
     ),
     Fault(
         "kernels whose CTAs wait for each other share the constant that they meet at",

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_harness import close, draws
-from test_layer_kernels_latents import latents
+from test_layer_kernels_attention import OPERATIONS
 
 from gdn_jax.parts import experts, routing
-from gdn_jax.parts.latent_rows import latent_rows
 from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu
@@ -77,10 +76,14 @@ def test_a_row_of_nan_leaves_the_experts_of_other_rows_alone(n, choice, N=32, E=
 @pytest.mark.parametrize(
     ("lengths", "S"), [((4100,), 4104), ((1, 700, 64, 1023), 1024), (tuple(range(1, 200)), 200)]
 )
-def test_latents_of_rows(lengths, S):
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("latent", dict(H=16, C=512)), ("grouped", dict(H=8, N=2, K=256, V=256))]
+)
+def test_attention_of_rows(kind, sizes, lengths, S):
     """One row in many parts, rows of unlike lengths, and more rows than multiprocessors."""
-    *arrays, want = latents(lengths, S, H=16, C=512)
-    call = jax.jit(lambda *args: latent_rows(*args, scale=0.1))
+    arguments, operation = OPERATIONS[kind]
+    *arrays, want = arguments(lengths, S, **sizes)
+    call = jax.jit(operation)
     assert "mosaic_gpu" in call.lower(*arrays).as_text()
     got = call(*arrays)
     for _ in range(REPEATS):

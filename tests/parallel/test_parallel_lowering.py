@@ -44,8 +44,8 @@ KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
     "layer.swiglu_product", "layer.swiglu_cotangents", "layer.weight_gradient", "layer.embedding",
-    "layer.expert_product", "layer.expert_swiglu", "layer.expert_tiles", "layer.latent_rows", "layer.channel_gates",
-    "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
+    "layer.expert_product", "layer.expert_swiglu", "layer.expert_tiles", "layer.attention_rows",
+    "layer.channel_gates", "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
     "forward.channel_transitions", "backward.channel_gradients", "ampere.prepare", "ampere.walk", "ampere.gradients",
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from gdn_jax.parts.short_conv import KeyHeads
 from gdn_jax.parts.short_conv import short_conv as fused_short_conv
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
+    attention_rows,
     channel_gates,
     cross_entropy,
     dense_stream,
@@ -32,7 +33,6 @@ from pallas_kernels.layer import (
     gated_norm,
     gated_norm_eight_bits,
     latent_row,
-    latent_rows,
     logit_cotangents,
     norm,
     norm_eight_bits,
@@ -66,7 +66,7 @@ KERNELS = (
     (dense_stream, "dense_stream"),
     (routing, "choose"),
     (latent_row, "latent_row"),
-    (latent_rows, "latent_rows"),
+    (attention_rows, "attention_rows"),
     (row_product, "stream_product"),
     (row_product, "heads_product"),
     (delta_layer, "delta_layer"),

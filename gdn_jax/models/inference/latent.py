@@ -5,19 +5,19 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from gdn_jax.layers.blocks import RMSNorm, normalise_first, parts_of_group
-from gdn_jax.models.attention import AttentionCache, FixedAttentionCache
+from gdn_jax.layers.blocks import Projection, RMSNorm
+from gdn_jax.models.attention import FixedAttentionCache
+from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.latent_token import Latents, LatentToken, latent_token, takes_token
-from gdn_jax.parts.products import Addend, array_of, transposed_product
+from gdn_jax.parts.products import transposed_product
 from gdn_jax.parts.row_product import stream_product, takes_stream
-from gdn_jax.parts.unsummed import Parts
 
 
-class LatentRows(LatentAttention):
+class LatentRows(AttentionRows, LatentAttention):
     """Latent attention with copies of both parts of Wb as a GPU reads them fastest for few rows.
 
     The part that makes keys is multiplied by Wqb, where there is one: a token needs one product less, and queries are
@@ -25,17 +25,15 @@ class LatentRows(LatentAttention):
     that no token has to move them.
 
     Args:
-      attention: the layer, of a copy for inference, whose parts this one takes over.
+      attention: as for `AttentionRows`.
     """
 
     def __init__(self, attention: LatentAttention):
-        vars(self).update(vars(attention))
+        super().__init__(attention)
         a, dtype = self.config, self.kv_b_proj.kernel.dtype
         keys, values = jnp.split(self.expansion(dtype), [a.nope_dim], axis=-1)
         values = with_layout_constraint(jnp.transpose(values, (1, 2, 0)), Layout((0, 1, 2)))
         self.value_rows = nnx.Param(values)
-        # XLA reads its channels where they lie, and joins it with the writing of the cache.
-        self.kv_a_norm.implementation = "chunked"
         self.query_rows = None if a.q_rank is None else nnx.Param(self._query_rows(keys))
         self.key_rows = nnx.Param(keys) if a.q_rank is None else None
 
@@ -50,41 +48,25 @@ class LatentRows(LatentAttention):
         rows = jnp.concatenate([part.reshape(-1, a.q_rank) for part in parts])
         return with_layout_constraint(rows, Layout((0, 1)))
 
-    def from_stream(
-        self,
-        norm: RMSNorm,
-        x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
-        *,
-        cache: AttentionCache | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        return_cache: bool = False,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
-        """See `layers.blocks.from_stream`: of one row the norm and the product of all projections are one kernel."""
-        linears = [self.first_projection(), self.kv_a_proj] + ([] if self.g_proj is None else [self.g_proj])
-        found = parts_of_group(linears)
-        if found is None or cache is None or mask is not None or segment_ids is not None:
-            options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
-            return normalise_first(self, norm, x, y, **options)
-        self._check_call(x, cache, mask, segment_ids, return_cache)
-        group, places = found
-        weight = group.weight[...]
-        if takes_stream(x, weight, self.implementation):
-            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
-            x, _, channels, _ = stream_product(x, array_of(y), norm.scale(jnp.float32), weight, **static)
-        else:
-            x, normalized = norm.add(x, y)
-            channels = group(normalized)
-        q, kv, *gates = (channels[..., place] for place in places)
+    def _cached_norms(self) -> list[RMSNorm]:
+        return [self.kv_a_norm]
+
+    def inputs(self) -> list[Projection]:
+        """See `AttentionRows.inputs`."""
+        return [self.first_projection(), self.kv_a_proj] + ([] if self.g_proj is None else [self.g_proj])
+
+    def of_channels(
+        self, channels: Float[Array, "B T F"], places: list[slice], cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """See `AttentionRows.of_channels`."""
+        q, kv, *gate = (channels[..., place] for place in places)
         q_b = self._second_of_channels(channels, places[0].start)
-        if (found := self._of_channels(channels, q_b, places, cache)) is not None:
-            return x, found
-        T, heads_of = x.shape[1], self.heads_of if q_b is None else self.heads_of_queries
-        q, k, v = heads_of(q if q_b is None else q_b, kv, cache.length[:, None] + jnp.arange(T))
-        count = jnp.full(x.shape[0], T, jnp.int32)
-        o, after = self.mix(q, k, v, cache, count, None, None, return_cache)
-        return x, (self.o_proj(self.gated_by(o, gates[0] if gates else None)), after)
+        if (found := self._by_kernel(channels, q_b, places, cache)) is not None:
+            return found
+        positions = self.positions(channels, cache)
+        if q_b is not None:
+            return self.of_heads(self.heads_of_queries(q_b, kv, positions), gate, cache)
+        return self.of_heads(self.heads_of_first(q, kv, positions), gate, cache)
 
     def _second_of_channels(self, channels: Float[Array, "B T C"], first: int):
         """`second` of the latents among the projections of x, where they lie; None where no kernel takes them."""
@@ -95,7 +77,7 @@ class LatentRows(LatentAttention):
         static["ahead"] = read_ahead(self, 2)
         return stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[2]
 
-    def _of_channels(self, channels, q_b, places, cache):
+    def _by_kernel(self, channels, q_b, places, cache):
         """A token of one row from its products, and the cache; None where no kernel takes them."""
         a, (_, kv, *gate) = self.config, places
         if q_b is None or a.rope_theta is None or not isinstance(cache, FixedAttentionCache):
@@ -134,12 +116,8 @@ class LatentRows(LatentAttention):
         """See `Attention.outputs`: multiplied by the part of Wb that makes values."""
         return jnp.einsum("bthc,hvc->bthv", o, self.value_rows[...].astype(o.dtype))
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
     def token_weights(self) -> list[nnx.Param]:
         """See `parts.ahead.Reader.token_weights`."""
-        groups = [getattr(linear, "group", None) for linear in (self.kv_a_proj, self.o_proj)]
-        first, last = ([] if group is None else [group.weight] for group in groups)
-        rows = [] if self.query_rows is None else [self.query_rows, self.value_rows]
-        return [*first, *rows, *last] if first and rows and last else []
+        if self.query_rows is None or len(own := super().token_weights()) < 2:
+            return []
+        return [own[0], self.query_rows, self.value_rows, own[1]]

@@ -1,6 +1,7 @@
 """Copies of a model with its weights as generation reads them, made once so that no token pays for it again."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,14 +10,17 @@ from jax.typing import DTypeLike
 
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.layers.blocks import RMSNorm, group_projections, set_product
+from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import Block, ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.inference.attention import AttentionRows, WindowRows
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
+from gdn_jax.models.window import WindowAttention
 from gdn_jax.parallel.head_shards import splits_heads
 from gdn_jax.parts.kernels import kernels_run
 from gdn_jax.parts.products import PLAIN
@@ -90,6 +94,14 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
     return model
 
 
+ROWS: dict[type, Callable[[Any], nnx.Module]] = {
+    Attention: AttentionRows,
+    WindowAttention: WindowRows,
+    LatentAttention: LatentRows,
+}
+"""A mixer's type -> the one that takes its place in a copy for single tokens. Others stay, changed in place."""
+
+
 def _mixer_for_decoding(mixer: Any) -> Any:
     """A token mixer with one product for projections of one input, changed in place or another in its place."""
     # Whole heads, so that a kernel can take the last ones as those of the output gate.
@@ -98,7 +110,8 @@ def _mixer_for_decoding(mixer: Any) -> Any:
         group_projections(mixer, names, unit if "g_proj" in names else 1)
     if isinstance(mixer, RecurrentMixer):
         mixer.join_factors()
-    return LatentRows(mixer) if isinstance(mixer, LatentAttention) else mixer
+    rows = ROWS.get(type(mixer))
+    return mixer if rows is None else rows(mixer)
 
 
 def _mlp_for_decoding(block: Block, rows: int) -> Any:

@@ -1,0 +1,95 @@
+"""Softmax attention for single tokens: of one row the norm and the products of all projections are one kernel."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first, parts_of_group
+from gdn_jax.models.attention import Attention, AttentionCache, WindowCache
+from gdn_jax.models.window import WindowAttention
+from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.row_product import stream_product, takes_stream
+from gdn_jax.parts.unsummed import Parts
+
+
+class AttentionRows(Attention):
+    """Attention with one product of all projections of its input.
+
+    Args:
+      attention: the layer, of a copy for inference, whose projections are groups and whose parts this one takes over.
+    """
+
+    def __init__(self, attention: Attention):
+        vars(self).update(vars(attention))
+        for norm in self._cached_norms():
+            norm.implementation = "chunked"
+
+    def _cached_norms(self) -> list[RMSNorm]:
+        """Norms of what goes to the cache: XLA joins them with the turn by the position and with the writing."""
+        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+
+    def inputs(self) -> list[Projection]:
+        """The projections of the layer's input."""
+        gate = [] if self.g_proj is None else [self.g_proj]
+        return [self.q_proj, self.k_proj, self.v_proj, *gate]
+
+    def from_stream(
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "P T D"] | Addend | Parts | None,
+        *,
+        cache: AttentionCache | WindowCache | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        return_cache: bool = False,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
+        """See `layers.blocks.from_stream`."""
+        found = parts_of_group(self.inputs())
+        if found is None or cache is None or mask is not None or segment_ids is not None:
+            options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
+            return normalise_first(self, norm, x, y, **options)
+        self._check_call(x, cache, mask, segment_ids, return_cache)
+        group, places = found
+        weight = group.weight[...]
+        if takes_stream(x, weight, self.implementation):
+            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
+            x, _, channels, _ = stream_product(x, array_of(y), norm.scale(jnp.float32), weight, **static)
+        else:
+            x, normalized = norm.add(x, y)
+            channels = group(normalized)
+        return x, self.of_channels(channels, places, cache)
+
+    def of_channels(
+        self, channels: Float[Array, "B T F"], places: list[slice], cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The output and the cache after tokens, from the products of `inputs` and their places."""
+        q, k, v, *gate = (channels[..., place] for place in places)
+        return self.of_heads(self.heads_of(q, k, v, self.positions(channels, cache)), gate, cache)
+
+    def positions(self, channels: Float[Array, "B T F"], cache: Any) -> Int[Array, "B T"]:
+        """Positions of the tokens after those of a cache."""
+        return cache.length[:, None] + jnp.arange(channels.shape[1])
+
+    def of_heads(
+        self, heads: tuple[Array, Array, Array], gate: list[Array], cache: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The output and the cache after tokens, from their queries, keys and values and the product of the gate."""
+        (B, T), none = heads[0].shape[:2], (None, None)
+        o, after = self.mix(*heads, cache, jnp.full(B, T, jnp.int32), *none, False)
+        return self.o_proj(self.gated_by(o, gate[0] if gate else None)), after
+
+    ahead: tuple[nnx.Param, ...] = ()
+    """See `parts.ahead.Reader`."""
+
+    def token_weights(self) -> list[nnx.Param]:
+        """See `parts.ahead.Reader.token_weights`."""
+        found, last = parts_of_group(self.inputs()), getattr(self.o_proj, "group", None)
+        return [] if found is None or last is None else [found[0].weight, last.weight]
+
+
+class WindowRows(AttentionRows, WindowAttention):
+    """`AttentionRows` of a window."""

@@ -1,0 +1,126 @@
+"""Softmax attention of a token of each row over a cache: grouped queries, and latent attention."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gdn_jax.partitioning import lie_on_explicit_axes
+from gdn_jax.parts.attention import attend
+from gdn_jax.parts.kernels import fused_op, kernels_run, run
+from gdn_jax.shapes import accumulation_dtype
+
+
+def attention_rows(
+    q: Float[Array, "B 1 H K"],
+    k: Float[Array, "B S Hkv K"],
+    v: Float[Array, "B S Hkv V"],
+    length: Int[Array, " B"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B 1 H V"]:
+    """o_h = sum_{j < length} softmax_j(q_h . k_j / sqrt(K)) v_j in each row, with keys and values of its group.
+
+    The kernel reads the cache once, in bfloat16 and float16, by as many multiprocessors as there are; rows and heads
+    may be split over devices. `attend` is what runs elsewhere. The result can be differentiated once, in reverse.
+
+    Args:
+      q: one query of each head; head i reads keys and values of head i // (H // Hkv).
+      k, v: the cache of S slots. What the slots after `length` hold does not matter where the kernel runs; elsewhere
+        it must be finite.
+      length: tokens of each row; fewer than 1 count as 1, and more than S as S.
+      implementation: as for `parts.kernels.kernels_run`.
+
+    Returns:
+      o in q's dtype. Numerics: scores and softmax in float32, weights rounded to v's dtype.
+    """
+    (B, _, H, K), N, length = q.shape, k.shape[2], jnp.maximum(length, 1)
+    queries, cache = (q.reshape(B, N, H // N, K),), (k, v)
+    if _reason(queries, cache, implementation) is not None:
+        return attend(q, k, v, causal=False, lengths=length)
+    return _rows(K**-0.5, queries, cache, length).reshape(B, 1, H, -1)
+
+
+def latent_rows(
+    q: Float[Array, "B H C"],
+    r: Float[Array, "B H R"],
+    c: Float[Array, "B S C"],
+    k: Float[Array, "B S R"],
+    length: Int[Array, " B"],
+    *,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "B H C"]:
+    """o_h = sum_{j < length} softmax_j((q_h . c_j + r_h . k_j) scale) c_j in each row.
+
+    By the kernel of `attention_rows`, in which c is read once. Plain JAX reads it twice, and all scores several
+    times. The result can be differentiated once, in reverse.
+
+    Args:
+      q, r: queries of the heads as they meet c, and as they meet k.
+      c, k: the cache of S slots, of q's dtype. What the slots after `length` hold does not matter.
+      length: tokens of each row; fewer than 1 count as 1, and more than S as S.
+      scale: factor of the scores.
+      implementation: as for `parts.kernels.kernels_run`.
+
+    Returns:
+      o in q's dtype. Numerics: scores and softmax in float32 (float64 of such arrays), weights rounded to c's dtype.
+    """
+    queries, cache = (q[:, None], r[:, None]), (c[:, :, None], k[:, :, None])
+    by_kernel = _reason(queries, cache, implementation) is None
+    return (_rows if by_kernel else _plain)(scale, queries, cache, jnp.maximum(length, 1))[:, 0]
+
+
+def _reason(queries: Sequence[Any], cache: Sequence[Any], implementation: str | None) -> str | None:
+    """Why the kernel does not take a call; None if it does."""
+    from pallas_kernels.layer import attention_rows as kernel
+
+    if not kernels_run(implementation, kernel):
+        return "kernels do not run here"
+    if lie_on_explicit_axes(queries[0], cache[0]):
+        return "arrays lie on explicit axes of a mesh"
+    return kernel.check_supported(queries, cache)
+
+
+def _plain(scale: float, queries, cache, length):
+    """The operation in plain JAX, which is its derivative's, too."""
+    dtype, seen = queries[0].dtype, jnp.arange(cache[0].shape[1]) < length[:, None]
+    # A weight of 0 is not enough: other slots may hold NaN, of a request before this one.
+    cache = [jnp.where(seen[..., None, None], x, 0) for x in cache]
+    if dtype == jnp.float16:  # XLA has no such products on a CPU
+        queries, cache = ([x.astype(jnp.float32) for x in own] for own in (queries, cache))
+    wide, keys, values = (
+        accumulation_dtype(cache[0]),
+        cache[: len(queries)],
+        [*cache[len(queries) :], cache[0]],
+    )
+    scores = [
+        jnp.einsum("bngk,bsnk->bngs", *x, preferred_element_type=wide)
+        for x in zip(queries, keys, strict=True)
+    ]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], sum(scores) * scale, -jnp.inf), axis=-1)
+    return jnp.einsum("bngs,bsnv->bngv", weights.astype(values[0].dtype), values[0]).astype(dtype)
+
+
+def _by_kernel(scale: float, *args):
+    from pallas_kernels.layer.attention_rows import attention_rows
+
+    return attention_rows(*args, scale=scale)
+
+
+def _forward(scale: float, queries, cache, length):
+    operands = ("b h . .",) * len(queries), ("b . h .",) * len(cache), "b"
+    sizes = {"b": length.shape[0], "h": cache[0].shape[2]}
+    args = queries, cache, length
+    return run(_by_kernel, scale, args, operands, "b h . .", sizes), args
+
+
+def _backward(scale: float, saved, do):
+    queries, cache, length = saved
+    return *jax.vjp(partial(_plain, scale, length=length), queries, cache)[1](do), None
+
+
+_rows = fused_op(_forward, _backward)

@@ -1,0 +1,111 @@
+"""The kernel of softmax attention of a token of each row, interpreted, and the operations that are made with it:
+latent attention and grouped queries."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import layer_kernels
+import numpy as np
+import pytest
+from device_arrays import put
+from fused_harness import close, draws
+
+from gdn_jax.parts import attention_rows as fused
+from pallas_kernels.layer import attention_rows
+from pallas_kernels.layer.attention_rows import Config
+
+SCALE = 0.1
+
+
+def softmax_rows(scores, lengths):
+    """Weights of the first slots [B, .., S] of each row."""
+    seen = np.arange(scores.shape[-1]) < np.clip(lengths, 1, None)[:, None]
+    scores = np.where(seen.reshape(len(seen), *(1,) * (scores.ndim - 2), -1), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True), seen
+
+
+def latents(lengths, S, H=8, C=128, R=64, dtype="bfloat16"):
+    """Arguments of `latent_rows`, and its result in float64. The slots after the tokens hold NaN."""
+    draw, B = draws(S), len(lengths)
+    arrays = [draw(*s, dtype=dtype) for s in ((B, H, C), (B, H, R), (B, S, C), (B, S, R))]
+    q, r, c, k = (np.asarray(x, np.float64) for x in arrays)
+    p, seen = softmax_rows(
+        (np.einsum("bhc,bsc->bhs", q, c) + np.einsum("bhr,bsr->bhs", r, k)) * SCALE, lengths
+    )
+    arrays[2:] = [put(np.where(seen[..., None], x, np.nan), dtype) for x in (c, k)]
+    return *arrays, put(lengths, jnp.int32), np.einsum("bhs,bsc->bhc", p, c)
+
+
+def grouped(lengths, S, H=6, N=2, K=64, V=128, dtype="bfloat16"):
+    """The same of `attention_rows`, for H query heads and N key heads."""
+    draw, B = draws(S), len(lengths)
+    arrays = [draw(*s, dtype=dtype) for s in ((B, 1, H, K), (B, S, N, K), (B, S, N, V))]
+    q, k, v = (np.asarray(x, np.float64) for x in arrays)
+    p, seen = softmax_rows(np.einsum("bngk,bsnk->bngs", q.reshape(B, N, H // N, K), k) / K**0.5, lengths)
+    arrays[1:] = [put(np.where(seen[..., None, None], x, np.nan), dtype) for x in (k, v)]
+    return *arrays, put(lengths, jnp.int32), np.einsum("bngs,bsnv->bngv", p, v).reshape(B, 1, H, V)
+
+
+OPERATIONS = {
+    "latent": (latents, partial(fused.latent_rows, scale=SCALE)),
+    "grouped": (grouped, fused.attention_rows),
+}
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+@pytest.mark.parametrize(
+    ("lengths", "S", "config"),
+    [
+        ((200, 0, 130), 200, Config(2, 5, ctas=2)),
+        pytest.param((300,), 264, Config(1, 7, ctas=3), marks=pytest.mark.slow),
+    ],
+    ids=["rows of one token, and parts of none", "a cache that is full"],
+)
+def test_rows_meet_their_caches(kind, lengths, S, config, monkeypatch):
+    """Rows of unlike lengths, a tile that ends beyond the cache, a ring that wraps, more items than CTAs."""
+    arguments, operation = OPERATIONS[kind]
+    calls = layer_kernels.interpret(monkeypatch)
+    monkeypatch.setattr(Config, "default", classmethod(lambda *_: config))
+    *arrays, length, want = arguments(lengths, S)
+    got = operation(*arrays, length)
+    assert calls == {"attention_rows": 1}
+    close(want, got, "o", 2, dtype="bfloat16")  # weights are rounded, and the result
+    do = draws(1)(*got.shape, dtype="bfloat16")
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(implementation, *arrays):
+        plain = partial(operation, length=length, implementation=implementation)
+        return jax.vjp(plain, *arrays)[1](do.astype(arrays[0].dtype))
+
+    dx = gradients(None, *arrays)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in dx)
+    # `attend` needs numbers in all slots.
+    wide = [np.asarray(x, np.float32) for x in arrays]
+    expected = gradients("chunked", *(np.where(np.isnan(x), 0, x) for x in wide))
+    for x, y in zip(dx, expected, strict=True):
+        close(np.asarray(y, np.float64), x, "gradient", 6, dtype="bfloat16")
+
+
+def test_parts_fill_the_multiprocessors():
+    """A row has all of them, 128 rows have one each, and a short cache is in one part."""
+    assert [Config.default(rows, 32768).parts for rows in (1, 32, 128)] == [132, 4, 1]
+    assert Config.default(32, 192).parts == 1
+
+
+def test_what_the_kernel_takes():
+    """Heads are filled up to eights; widths are whole pieces, and sums fit the registers."""
+
+    def reason(heads, *widths, S=8, keys=1):
+        queries = [jnp.zeros((1, 2, heads, width), "bfloat16") for width in widths[:keys]]
+        return attention_rows.check_supported(queries, [jnp.zeros((1, S, 2, w), "bfloat16") for w in widths])
+
+    assert reason(3, 64, 256) is reason(16, 512, 64, keys=2) is None
+    assert reason(3, 64, 96) == (
+        "3 heads, widths [64, 96]; the kernel takes multiples of 64, and of values times heads up to 8192"
+    )
+    assert (
+        "heads" in reason(33, 64, 256)
+        and reason(3, 64, 64, S=12) == "12 slots; the kernel takes multiples of 8"
+    )
