@@ -13,7 +13,7 @@ from small_models import made
 
 from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm
 from gdn_jax.models import LanguageModel, generate
-from gdn_jax.models.config import ExpertsConfig
+from gdn_jax.models.config import ExpertsConfig, LatentAttentionConfig
 from gdn_jax.models.inference import program
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.lora import LoRAParam, add_lora
@@ -122,6 +122,32 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
     assert not any(isinstance(part, nnx.Linear) for _, part in nnx.iter_modules(copy))
     for tokens in (ROW, ROW[:1, :1]):
         np.testing.assert_allclose(logits(copy, tokens), logits(ready, tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [None, LatentAttentionConfig(2, 8, 4, 8, 8, q_rank=8, rope_theta=100.0, head_gate=True)],
+    ids=["grouped queries and a window", "latents"],
+)
+def test_tokens_of_attention(attention, monkeypatch):
+    """The copy for single tokens has another kind of attention, which gives what the model does for whole rows."""
+    if attention is None:
+        window = dataclasses.replace(CONFIG.attention, window=3)
+        kinds: dict = dict(layer_types=("attention", "window_attention"), window_attention=window)
+    else:
+        kinds = dict(layer_types=("attention", "gated_delta_net"), attention=attention)
+    model = made(dataclasses.replace(CONFIG, dtype="float32", **kinds))
+    whole, cache = np.asarray(logits(model, ROW)), model.init_cache(len(ROW), 8)
+    monkeypatch.setattr(program, "kernels_run", lambda implementation: True)
+    copy = for_decoding(for_inference(model), len(ROW))
+    changed = [type(block.mixer).__name__ for block in copy.blocks]
+    assert changed == (
+        ["AttentionRows", "WindowRows"] if attention is None else ["LatentRows", "GatedDeltaNet"]
+    )
+    step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
+    for t in range(ROW.shape[1]):
+        one, cache = step(copy, ROW[:, t : t + 1], cache)
+        np.testing.assert_allclose(one[:, 0], whole[:, t], atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])
