@@ -123,6 +123,7 @@ class ChannelDecayMixer(RecurrentMixer):
     """
 
     by_channels = True
+    activation: ClassVar[str] = "sigmoid"
     last_factors: ProjectionStack | None = None
     """The second factors to the decay and to the output gate as one product, in a copy for single tokens."""
 
@@ -298,12 +299,12 @@ class ChannelDecayMixer(RecurrentMixer):
         """See `RecurrentMixer.rule_output`."""
         both, gate, linears = self._joined_factors(x), x, self._factors("g")
         if both is not None:
-            return self._gated_output(partial(gated_norm_of_channels, activation="sigmoid"), o, both)
+            return self._gated_output(partial(gated_norm_of_channels, activation=self.activation), o, both)
         if first is not None:
             gate, linears = first.g, linears[1:]
         for linear in linears:
             gate = linear(gate)
-        return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))
+        return self._gated_output(partial(gated_norm, activation=self.activation), o, gate.reshape(o.shape))
 
 
 @dataclasses.dataclass(frozen=True)

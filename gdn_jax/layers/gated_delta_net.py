@@ -22,6 +22,7 @@ from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm, normalise_first
 from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at_start
 from gdn_jax.layers.options import check_sizes
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
+from gdn_jax.layers.single_token import in_one_kernel
 from gdn_jax.parts import mixer, token
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.products import Addend
@@ -116,8 +117,11 @@ class GatedDeltaNet(RecurrentMixer):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | Parts | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"] | Addend, GatedDeltaNetCache | None]]:
-        """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, GatedDeltaNetCache | None]]:
+        """See `blocks.from_stream`: a token of one row is one kernel, whose result is in parts. As one operation of
+        whole rows the projections take over the norm's scale."""
+        if (one := in_one_kernel(self, norm, x, y, **options)) is not None:
+            return one
         is_plain = all(options.get(name) is None for name in ("cache", "mask", "cu_seqlens"))
         found = self._as_one(x) if is_plain else None
         if found is None:
@@ -250,13 +254,10 @@ class GatedDeltaNet(RecurrentMixer):
             if token.has_kernels(jax.eval_shape(self._token, x, cache), heads, self.implementation):
                 arrays = self._token(x, cache)
                 o, *after = token.mix_token(arrays, heads, allow_neg_eigval=doubled)
-                gate, o, channels = self.g_proj, o[:, None], arrays.channels[:, None]
-                if (
-                    isinstance(gate, ProjectionOfGroup)
-                    and gate.group is group
-                    and gate.stop == channels.shape[-1]
-                ):
-                    return self._gated_output_of_channels(o, channels, "silu"), GatedDeltaNetCache(*after)
+                o = o[:, None]
+                if self._ends_in_gate(group):
+                    channels = arrays.channels[:, None]
+                    return self._gated_output_of_channels(o, channels), GatedDeltaNetCache(*after)
                 return self.rule_output(o, x), GatedDeltaNetCache(*after)
         *shapes, _ = jax.eval_shape(self._step_inputs, x, cache.conv)
         if not token.has_kernel(*shapes, state=cache.state, implementation=self.implementation):
@@ -268,6 +269,20 @@ class GatedDeltaNet(RecurrentMixer):
     def _group(self) -> blocks.ProjectionGroup | None:
         """The product that all projections of x are parts of, in a copy of the layer for single tokens."""
         return blocks.group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
+
+    def _ends_in_gate(self, group: blocks.ProjectionGroup | None) -> bool:
+        """Whether the output gate is the last part of a product, without a bias."""
+        gate = self.g_proj
+        if group is None or not isinstance(gate, ProjectionOfGroup) or gate.group is not group:
+            return False
+        return gate.bias is None and gate.stop == group.weight.shape[0]
+
+    def token_gates(self) -> token.HeadGates | None:
+        """See `RecurrentMixer.token_gates`."""
+        if self.rule != GATED_DELTA or self.conv_weight is None or not self._ends_in_gate(self._group()):
+            return None
+        heads = token.Heads(self.num_heads, self.conv_dim, self.conv_dim + self.num_v_heads)
+        return token.HeadGates(heads, self.allow_neg_eigval)
 
     def _token(self, x, cache) -> token.Token:
         """Arrays that `parts.token.mix_token` takes."""

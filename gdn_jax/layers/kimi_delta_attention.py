@@ -15,7 +15,8 @@ from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelMixer
 from gdn_jax.layers.mixer import MixerConfig
 from gdn_jax.layers.recurrent import RecurrentCache
-from gdn_jax.parts import channel_token, delta_layer
+from gdn_jax.layers.single_token import in_one_kernel
+from gdn_jax.parts import channel_token
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.row_product import stream_product, takes_stream
@@ -37,11 +38,6 @@ class _Joined(NamedTuple):
     gate: int | None
     """The gate of the output; None also where others lie behind it."""
     strength: int | None
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all that is made of x lies there."""
-        return None not in self
 
 
 class KimiDeltaAttention(ChannelDecayMixer):
@@ -93,48 +89,30 @@ class KimiDeltaAttention(ChannelDecayMixer):
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], RecurrentCache | None]]:
         """See `blocks.from_stream`: a token of one row is one kernel, whose result is in parts, or the norm, the
         product of all projections and the convolution are one."""
-        joined = self._joined()
-        group = joined.product if joined.is_all and self.conv_weight is not None else None
+        options: Any = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
+        if (found := in_one_kernel(self, norm, x, y, **options)) is not None:
+            return found
+        group = self._joined().product if self.token_gates() is not None else None
         if group is not None and cache is not None and mask is None and segment_ids is None:
             weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
-            scale = norm.scale(jnp.float32)
-            if (found := self._whole_token(x, y, norm.eps, scale, weight, convolution, cache)) is not None:
-                return found
             if takes_stream(x, weight, self.implementation, convolution) and is_whole(*cache):
                 static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
                 after, _, channels, conv = stream_product(
-                    x, array_of(y), scale, weight, convolution, **static
+                    x, array_of(y), norm.scale(jnp.float32), weight, convolution, **static
                 )
                 assert conv is not None
                 behind = RecurrentCache(conv, cache.state)
                 if (found := self._of_channels(channels, channels, channels, behind)) is not None:
                     return after, found
-        options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
         return normalise_first(self, norm, x, y, **options)
 
-    def _whole_token(self, x, y, eps, scale, weight, convolution, cache):
-        """`from_stream` of a token of one row by one kernel, in parts; None where it does not take it."""
-        joined, last = self._joined(), self.o_proj
-        if not isinstance(last, blocks.ProjectionOfGroup) or not last.is_whole:
+    def token_gates(self) -> channel_token.ChannelGates | None:
+        """See `RecurrentMixer.token_gates`."""
+        _, decay, gate, strength = self._joined()
+        if decay is None or gate is None or strength is None or self.conv_weight is None:
             return None
-        assert joined.decay is not None and joined.strength is not None
-        A_log = None if self.A_log is None else self.A_log[...]
-        parameters = (
-            A_log,
-            self.dt_bias[...],
-            cache.state,
-            self.o_norm.scale(jnp.float32),
-            last.group.weight[...],
-        )
-        layer = delta_layer.Layer(scale, weight, convolution, *parameters)
         own = self.lower_bound, self.allow_neg_eigval
-        gates = channel_token.ChannelGates(self.num_heads, joined.decay, joined.strength, *own)
-        if not delta_layer.takes_stream(x, layer, gates, self.implementation):
-            return None
-        options = delta_layer.Options(eps, self.o_norm.eps, "sigmoid")
-        arrays = x, array_of(y), layer
-        after, out, *states = delta_layer.delta_layer(*arrays, gates, options, read_ahead(self, 2))
-        return after, (out, RecurrentCache(*states))
+        return channel_token.ChannelGates(self.num_heads, decay, strength, *own)
 
     def _by_kernels(self, x, cache, segment_ids, return_cache):
         """`__call__` of one token of every row by `parts.channel_token`; None where its kernels do not take it."""
@@ -173,7 +151,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         o, *after = channel_token.mix_channel_token(token, gates)
         o, cache = o[:, None], RecurrentCache(*after)
         if x is None or joined.gate is not None:
-            return self._gated_output_of_channels(o, channels, "sigmoid"), cache
+            return self._gated_output_of_channels(o, channels), cache
         return self.rule_output(o, x), cache
 
     def _joined(self) -> _Joined:

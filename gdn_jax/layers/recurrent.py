@@ -10,7 +10,7 @@ flax's own layers. Norms, gates, the convolution's sums and the recurrent state 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Required, TypedDict
+from typing import Any, ClassVar, NamedTuple, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm
 from gdn_jax.layers.options import check_sizes, value_width
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
+from gdn_jax.parts import delta_layer
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.conv import causal_conv1d_update
 from gdn_jax.parts.norms import gated_norm_of_channels
@@ -90,6 +91,8 @@ class RecurrentMixer(nnx.Module):
     """The strongest log decay of a token, of a bounded gate."""
     by_channels = False
     """Whether its gates have a number for each channel."""
+    activation: ClassVar[str] = "silu"
+    """The function of the output gate."""
 
     @property
     def steps(self) -> int:
@@ -308,6 +311,11 @@ class RecurrentMixer(nnx.Module):
         weights = [group.weight for group in groups if group is not None]
         return weights if len(weights) == len(groups) else []
 
+    def token_gates(self) -> delta_layer.Gates | None:
+        """Heads and gates as `parts.delta_layer` takes them, of a copy for single tokens all of whose projections of
+        x are one product, which ends in the output gate. None of another, and of a rule that has no such kernel."""
+        return None
+
     def join_factors(self) -> None:
         """Makes one product of projections of different inputs, in place, for single tokens."""
 
@@ -354,16 +362,16 @@ class RecurrentMixer(nnx.Module):
         return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
 
     def _gated_output_of_channels(
-        self, o: Float[Array, "B 1 H V"], channels: Float[Array, "B 1 C"], activation: str
+        self, o: Float[Array, "B 1 H V"], channels: Float[Array, "B 1 C"]
     ) -> Float[Array, "B 1 D"]:
         """`_gated_output` of a token whose gates are the last of some channels, where they lie."""
         weight, row, last = self.o_norm.scale(jnp.float32), o.reshape(-1, o.shape[-1]), self.o_proj
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_whole:
             matrix = last.group.weight[...]
             if takes_heads(row, channels.shape[-1], matrix, self.implementation):
-                static: Any = dict(eps=self.o_norm.eps, activation=activation, ahead=read_ahead(self, 2))
+                static: Any = dict(eps=self.o_norm.eps, activation=self.activation, ahead=read_ahead(self, 2))
                 return heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
-        return self._gated_output(partial(gated_norm_of_channels, activation=activation), o, channels)
+        return self._gated_output(partial(gated_norm_of_channels, activation=self.activation), o, channels)
 
     def _by_kernels(self, x, cache, segment_ids, return_cache) -> Any:
         """`__call__` of whole rows by kernels that join its parts; None where there are none or they cannot."""

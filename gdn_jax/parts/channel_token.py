@@ -51,6 +51,25 @@ class ChannelGates(NamedTuple):
     allow_neg_eigval: bool = False
     """Whether beta = 2 sigmoid(b)."""
 
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """See `delta_layer.Gates.places`."""
+        return self.H, self.f, self.b
+
+    def kernel_decay(self) -> Any:
+        """See `delta_layer.Gates.kernel_decay`."""
+        from pallas_kernels.token.decays import ChannelDecay
+
+        return ChannelDecay(self.lower_bound)
+
+    def plain(self, row: Array, layer: Any) -> tuple[Array, Array]:
+        """See `delta_layer.Gates.plain`."""
+        (_, HV, K, V), dtype = layer.state.shape, layer.inputs.dtype
+        none = jnp.zeros((1, 2 * self.H * K + HV * V, 0), dtype)
+        token = ChannelToken(row, row, row, None, None, layer.A_log, layer.dt_bias, none, layer.state)
+        o, _, state = plain_token(self, token)
+        return o, state
+
 
 def has_kernels(token: ChannelToken, gates: ChannelGates, implementation: str | None) -> bool:
     """Whether the kernels take a call of `mix_channel_token`, from the shapes of its arrays.

@@ -1,19 +1,42 @@
-"""A layer of the delta rule with a decay of each channel for one token of one row, in one kernel."""
+"""A layer of the delta rule, with a decay of each head or channel, for one token of one row, in one kernel."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.channel_token import ChannelGates, ChannelToken, plain_token
 from gdn_jax.parts.kernels import fused_op, kernels_run
 from gdn_jax.parts.row_product import Stream, plain_heads, plain_stream
 from gdn_jax.parts.token import is_whole
 from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Convolution
+
+
+@runtime_checkable
+class Gates(Protocol):
+    """The heads and gates of a layer, besides its arrays: `token.HeadGates` or `channel_token.ChannelGates`."""
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Heads of q, and of k, and the first channels of the raw inputs of decays and strengths."""
+        ...
+
+    @property
+    def allow_neg_eigval(self) -> bool:
+        """Whether beta = 2 sigmoid(b)."""
+        ...
+
+    def kernel_decay(self) -> Any:
+        """The decay as the kernel takes it, see `pallas_kernels.token.decays`."""
+        ...
+
+    def plain(self, row: Array, layer: Any) -> tuple[Array, Array]:
+        """The rule in plain JAX: o [1, HV, V] and the states after a token, whose channels [1, C] have passed through
+        the convolution of a `Layer` as far as they do."""
+        ...
 
 
 class Layer(NamedTuple):
@@ -22,12 +45,13 @@ class Layer(NamedTuple):
     norm: Float[Array, " D"]
     """Weight of the norm of the stream, float32."""
     inputs: Float[Array, "C D"]
-    """Projections of q, k, v, the raw input of each channel's decay, that of the strengths and, last, the gates."""
+    """Projections of q, k, v, the raw inputs of decays and strengths and, last, the gates of the output."""
     convolution: Convolution
     """The short convolution of q, k and v."""
-    A_log: Float[Array, " H"] | None
-    dt_bias: Float[Array, "H K"]
-    state: Float[Array, "1 H K V"]
+    A_log: Float[Array, " HV"] | None
+    dt_bias: Float[Array, "HV *K"]
+    """The bias of each value head, or of each of its key channels."""
+    state: Float[Array, "1 HV K V"]
     """States of the rule before the token."""
     output_norm: Float[Array, " V"]
     """Weight of the norm of each head, float32."""
@@ -46,17 +70,15 @@ class Options(NamedTuple):
     """Its gate: "silu" or "sigmoid"."""
 
 
-def _places(layer: Layer, gates: ChannelGates):
+def _places(layer: Layer, gates: Gates):
     """Where the channels lie, as the kernel takes it."""
     from pallas_kernels.token.heads import Places
 
-    _, H, K, V = layer.state.shape
-    return Places(0, H * K, 2 * H * K, gates.f, gates.b, layer.inputs.shape[0] - H * V)
+    (_, HV, K, V), (H, decay, strength) = layer.state.shape, gates.places
+    return Places(0, H * K, 2 * H * K, decay, strength, layer.inputs.shape[0] - HV * V)
 
 
-def takes_stream(
-    x: Float[Array, "*S D"], layer: Layer, gates: ChannelGates, implementation: str | None
-) -> bool:
+def takes_stream(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: str | None) -> bool:
     """Whether `delta_layer` takes a stream and a layer: one row, on one device."""
     arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
     if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(*arrays):
@@ -64,18 +86,18 @@ def takes_stream(
     from pallas_kernels.token.delta_layer import check_supported
 
     known = layer.inputs, layer.convolution, layer.state, layer.output, _places(layer, gates)
-    return check_supported(x.reshape(1, -1), *known) is None
+    return check_supported(x.reshape(1, -1), *known, gates.kernel_decay()) is None
 
 
 def delta_layer(
     x: Float[Array, "*S D"],
     y: Float[Array, "*P D"] | Parts | None,
     layer: Layer,
-    gates: ChannelGates,
+    gates: Gates,
     options: Options,
     ahead: Sequence[jax.Array] = (),
-) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"], Float[Array, "1 C W1"], Float[Array, "1 H K V"]]:
-    """The stream s = x + y, and the layer's output for its norm, a token behind others.
+) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"], Float[Array, "1 C W1"], Float[Array, "1 HV K V"]]:
+    """The stream s = x + y, and the layer's output for its norm, a token after others.
 
     A loop that carries the states has them changed where they lie; elsewhere XLA copies them. The results can be
     differentiated once, in reverse.
@@ -87,8 +109,9 @@ def delta_layer(
       ahead: as for `row_product.stream_product`.
 
     Returns:
-      s in x's dtype; the output in parts, one for each head, in the weight's dtype; the states of the convolution
-      and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and each part is.
+      s in x's dtype; the output in parts, one for each value head, in the weight's dtype; the states of the
+      convolution and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and
+      each part is.
     """
     return _layer((gates, options), x, addends(y), layer, tuple(ahead))
 
@@ -99,7 +122,7 @@ def _by_kernel(static, x, y, layer: Layer, ahead):
     gates, options = static
     places, rule = (
         _places(layer, gates),
-        kernels.Rule(gates.lower_bound, gates.allow_neg_eigval, *options[1:]),
+        kernels.Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:]),
     )
     arrays = (
         layer.norm,
@@ -119,13 +142,11 @@ def _by_kernel(static, x, y, layer: Layer, ahead):
 
 def _plain(static, x, y, layer: Layer):
     gates, options = static
-    (_, HV, K, V), dtype = layer.state.shape, layer.inputs.dtype
+    (_, HV, _, V), dtype = layer.state.shape, layer.inputs.dtype
     stream = Stream(options.eps, dtype, None, 0)
     s, _, channels, conv = plain_stream(stream, x, y, layer.norm, layer.inputs, layer.convolution)
     row = channels.reshape(1, -1)
-    none = jnp.zeros((1, 2 * gates.H * K + HV * V, 0), dtype)
-    token = ChannelToken(row, row, row, None, None, layer.A_log, layer.dt_bias, none, layer.state)
-    o, _, state = plain_token(gates, token)
+    o, state = gates.plain(row, layer)
     of_heads = zip(jnp.split(row[0, -HV * V :], HV), jnp.split(layer.output, HV, axis=1), strict=True)
     plain = partial(plain_heads, options.output_eps, options.activation)
     parts = [plain(o[:, h], z, layer.output_norm, w) for h, (z, w) in enumerate(of_heads)]

@@ -120,6 +120,30 @@ class Heads(NamedTuple):
     b: int
 
 
+class HeadGates(NamedTuple):
+    """The heads and gates of a layer, besides its arrays."""
+
+    heads: Heads
+    allow_neg_eigval: bool = False
+    """Whether beta = 2 sigmoid(b)."""
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """See `delta_layer.Gates.places`."""
+        return self.heads
+
+    def kernel_decay(self) -> Any:
+        """See `delta_layer.Gates.kernel_decay`."""
+        from pallas_kernels.token.decays import HeadDecay
+
+        return HeadDecay()
+
+    def plain(self, row: Array, layer: Any) -> tuple[Array, Array]:
+        """See `delta_layer.Gates.plain`."""
+        qkv = row[:, : layer.convolution.filters.shape[0]]
+        return _plain_of_channels(self, qkv, row, layer.A_log, layer.dt_bias, layer.state)
+
+
 class Token(NamedTuple):
     """Arrays that `mix_token` takes."""
 
@@ -206,16 +230,20 @@ def _mix_by_kernels(static, token: Token):
 
 def _mix_token_plain(static, token: Token):
     """The operation in plain JAX, for its derivative."""
-    heads, allow_neg_eigval = static
     D = token.weight.shape[0]
     qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)
-    (B, HV, K, V), H = token.state.shape, heads.H
-    q, k, v = split_normalized(qkv, H, K, normalize=False)
-    a, b = (token.gates[:, first : first + HV] for first in (heads.a, heads.b))
-    o, state = _plain(
-        allow_neg_eigval, q, k, v.reshape(B, HV, V), a, b, token.A_log, token.dt_bias, token.state
-    )
+    parameters = token.A_log, token.dt_bias, token.state
+    o, state = _plain_of_channels(static, qkv, token.gates, *parameters)
     return o, conv_state, state
+
+
+def _plain_of_channels(static, qkv, gates, A_log, dt_bias, state):
+    """`_plain` of channels that have passed through the convolution, and those in which a and b lie."""
+    heads, allow_neg_eigval = static
+    (B, HV, K, V), H = state.shape, heads.H
+    q, k, v = split_normalized(qkv, H, K, normalize=False)
+    a, b = (gates[:, first : first + HV] for first in (heads.a, heads.b))
+    return _plain(allow_neg_eigval, q, k, v.reshape(B, HV, V), a, b, A_log, dt_bias, state)
 
 
 def _mix_forward(static, token: Token):

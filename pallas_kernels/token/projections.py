@@ -2,28 +2,30 @@
 
     s = x + y;   c = s (mean(s^2) + eps)^(-1/2) w W^T;   q, k and v of c pass through the convolution
 
-A warpgroup has its tiles of rows of W for q, k and v. Their copies are on their way while the row is made, of which
-each warp makes a part. The tiles of decay and gate are claimed, by those that get memory fast more than by others.
-Sums are taken of s w, and scaled at the end: nobody waits for the norm. One warpgroup of a head makes the raw input
-of the strength too, one row of W.
+A warpgroup has its own tiles of rows of W, among which are all that pass through the convolution, see `plan`. Their
+copies are on their way while the row is made, of which each warp makes a part. The others are claimed, by those that
+get memory fast more than by others. Sums are taken of s w, and scaled at the end: nobody waits for the norm. A CTA
+makes, by one warpgroup, at most one row that is no part of a tile: of the strengths, or of a head's decay.
 
 References (GMEM): x [D / CHUNK, CHUNK], y [P, ..] of x's shape or None, w of x's shape, float32; weight
 [F, pieces, WIDEST], whose rows lie as `Places` says; filters [C, taps], bias [C] or None; in place conv
 [1, C, taps - 1]; s of x's shape, or None; channels [F] float32; words [H, LINE], see
-`delta_layer`. Shared memory: `memory`.
+`delta_layer`. Shared memory: that of the plan's room.
 
-| barrier | who arrives                              | who waits                          |
-|---------|------------------------------------------|------------------------------------|
-| arrived | the copy of a tile of a warpgroup        | that warpgroup                     |
-| asked   | the copy of the strength's row           | the warpgroup that makes it        |
-| made    | each warpgroup, with its part of the row | all of the CTA                     |
+| barrier | who arrives                                            | who waits                      |
+|---------|--------------------------------------------------------|--------------------------------|
+| arrived | the copy of a tile of a warpgroup                      | that warpgroup                 |
+| asked   | the copy of a row that is no tile, where there is room | the warpgroup that makes it    |
+| made    | each warpgroup, with its part of the row               | all of the CTA                 |
+| taken   | each warpgroup that has the row in registers, where    | the one that asks for the      |
+|         | the state comes to the row's bytes                     | state                          |
 
 Numerics: float32; what passes through the convolution is rounded to W's dtype before it.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,81 +36,75 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.claims import Claims, Turns
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, vector_layout
 from pallas_kernels.device.launch import grid_index, warpgroup_index
-from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
+from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
-from pallas_kernels.token.heads import WARPGROUPS, Places, Share
-
-WIDEST = 256
-"""Columns of a piece of W: of a dimension of what is copied at once."""
-
-FILTERED = 3
-"""Kinds of channels that pass through the convolution: q, k and v."""
-
-ROWS = WARPS
-"""Rows of a tile."""
-
-STAGES = 2
-"""Tiles of a warpgroup in shared memory."""
-
-CHUNK = 128
-"""Numbers of the stream that a warp adds up."""
-
-CHUNKS = WARPS * CHUNK
-"""Numbers of a warpgroup."""
+from pallas_kernels.token.heads import Head, Places, Share
+from pallas_kernels.token.plan import CHUNKS, Plan
+from pallas_kernels.token.rooms import CHUNK, LAST, ROWS, STAGES, WARPGROUPS, WIDEST
 
 
-def memory(D: int, dtype: Any) -> Memory:
-    """Shared memory of a CTA."""
-    pieces = D // WIDEST
-    return {
-        "tiles": Buffer((WARPGROUPS, STAGES, ROWS, pieces, WIDEST), dtype),
-        "row": Buffer((D,)),
-        "squares": Buffer((D // CHUNK,)),
-        "strength": Buffer((pieces, WIDEST), dtype),
-        "claimed": Buffer((2 * WARPGROUPS,), jnp.int32),
-        "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
-        "asked": Barriers(arrivals=1),
-        "made": Barriers(arrivals=WARPGROUPS),
-    }
+class Own(NamedTuple):
+    """A tile that its warpgroup need not claim."""
+
+    rows: Any
+    """Its rows of W."""
+    is_filtered: bool | jax.Array
+    """Whether they pass through the convolution."""
+
+
+class Alone:
+    """In the place of the second stage, where the first one runs alone: it asks for nothing."""
+
+    def ask_state(self, by: int = 0, after: Any = None) -> None:
+        """See `Head.ask_state`."""
+
+    def ask_rows(self, i: Any) -> None:
+        """See `Head.ask_rows`."""
 
 
 class Projections:
     """The stage, as a warpgroup knows it: its rows of each kind of channels."""
 
     def __init__(
-        self, gmem: Any, smem: Any, share: Share, places: Places, width: int, eps: float, dev: Device
+        self, gmem: Any, smem: Any, share: Share, places: Places, plan: Plan, eps: float, dev: Device
     ) -> None:
-        """Takes where the channels lie, of heads of a width, and what is added under the root of the norm."""
+        """Takes where the channels lie, how they are divided, and what is added under the root of the norm."""
         self.gmem, self.smem, self.places, self.eps, self.dev = gmem, smem, places, eps, dev
-        self.wg, self.pieces, self.layout = (
-            warpgroup_index(),
-            smem.tiles.shape[3],
-            lane_layout(WARP, WIDEST // WARP),
-        )
-        self.first, self.width, claimers = share.head * width, width, share.ctas * WARPGROUPS
-        number, self.claimable = share.rank * WARPGROUPS + self.wg, 2 * width // ROWS
-        each = width // ROWS // claimers
-        tiles = [number * each + i for i in range(each)]
-        self.own = [self._rows(place, i) for place in places[:FILTERED] for i in tiles]
-        """Rows of W of this warpgroup, those that it need not claim."""
+        self.plan, self.room, self.wg, self.pieces = plan, plan.room, warpgroup_index(), smem.tiles.shape[3]
+        self.layout, self.first = lane_layout(WARP, WIDEST // WARP), share.key * plan.K
+        self.number, self.claimable = share.rank * WARPGROUPS + self.wg, plan.claimable
+        self.own = [self._own(i * plan.warpgroups) for i in range(plan.own)]
         self.claims: Claims | Turns = (
-            Turns(number, claimers)
+            Turns(self.number, plan.warpgroups)
             if dev.interpreted
-            else Claims(gmem.words.at[share.head, pl.ds(1, 1)], smem.claimed)
+            else Claims(gmem.words.at[share.key, pl.ds(1, 1)], smem.claimed)
         )
-        self.strength = places.strength + share.head
-        self.makes_strength = (share.rank == 0) & (self.wg == WARPGROUPS - 1)
+        singles = [getattr(places, name) + i for name in plan.decay.singles for i in range(plan.R)]
+        self.single = _chosen(share.rank, enumerate(singles)) + share.key * plan.R
+        """The row of W that is no part of a tile, of a CTA that makes one."""
+        makes = functools.reduce(jnp.logical_or, [share.rank == i for i in range(len(singles))])
+        self.makes_single = makes & (self.wg == LAST)
 
-    def _rows(self, place: Any, tile: Any) -> Any:
-        """Rows of W of a tile of the head's channels of a kind."""
-        return pl.ds(place + self.first + tile * ROWS, ROWS)
+    def _own(self, begin: int) -> Own:
+        """The tile of a turn that begins with a tile of the head."""
+        end, filtered = begin + self.plan.warpgroups, self.plan.filtered
+        known = True if end <= filtered else False if begin >= filtered else self.number < filtered - begin
+        return Own(self._rows(self.number, begin, end), known)
+
+    def _rows(self, number: Any, begin: int, end: int) -> Any:
+        """Rows of W of the head's tile begin + number, which is before the tile `end`."""
+        kinds = [kind for kind in self.plan.kinds if kind.begin < end and kind.end > begin]
+        starts = [kind.begin - begin for kind in kinds]
+        place = _chosen(number, zip(starts, (getattr(self.places, kind.name) for kind in kinds), strict=True))
+        first = _chosen(number, zip(starts, (self.first * kind.heads for kind in kinds), strict=True))
+        tile = _chosen(number, ((start, number - start if start else number) for start in starts))
+        return pl.ds(place + first + tile * ROWS, ROWS)
 
     def _claimed(self, number: jax.Array) -> Any:
-        """The same of a tile of decay and gate that is claimed."""
-        tiles = self.width // ROWS
-        place = jnp.where(number < tiles, self.places.decay, self.places.gate)
-        return self._rows(place, jnp.where(number < tiles, number, number - tiles))
+        """The same of a tile that is claimed."""
+        begin = self.plan.own * self.plan.warpgroups
+        return self._rows(number, begin, begin + self.claimable)
 
     def _slot(self, n: Any) -> Any:
         return n % STAGES if isinstance(n, int) else lax.rem(n, jnp.int32(STAGES))
@@ -122,10 +118,15 @@ class Projections:
         return self.smem.arrived.at[self.wg * STAGES + self._slot(n)]
 
     def _piece(self, i: int) -> Any:
-        return self.smem.row.at[pl.ds(i * WIDEST, WIDEST)]
+        return self.room.row(self.smem).at[pl.ds(i * WIDEST, WIDEST)]
 
-    def _past(self, own: Any) -> list[jax.Array]:
-        """States, filters and bias of a tile's channels."""
+    def _past(self, own: Own) -> Sequence[jax.Array]:
+        """States, filters and bias of a tile's channels; zeros of one that is not filtered."""
+        if isinstance(own.is_filtered, bool):
+            return self._read_past(own.rows) if own.is_filtered else ()
+        return lax.cond(own.is_filtered, lambda: tuple(self._read_past(own.rows)), self._no_past)
+
+    def _read_past(self, own: Any) -> list[jax.Array]:
         gmem, layout = self.gmem, self.layout.reduce(1)
         taps = gmem.filters.shape[1]
         refs = [gmem.conv.at[0, own, j] for j in range(taps - 1)]
@@ -133,30 +134,50 @@ class Projections:
         refs += [] if gmem.bias is None else [gmem.bias.at[own]]
         return [load(ref, layout) for ref in refs]
 
+    def _no_past(self) -> tuple[jax.Array, ...]:
+        gmem, layout = self.gmem, self.layout.reduce(1)
+        taps = gmem.filters.shape[1]
+        arrays = [gmem.conv] * (taps - 1) + [gmem.filters] * taps + [gmem.bias] * (gmem.bias is not None)
+        return tuple(plgpu.layout_cast(jnp.zeros((ROWS,), x.dtype), layout) for x in arrays)
+
     def _start_all(self) -> None:
         for n in range(STAGES):
-            self._start(self.own[n], n)
+            self._start(self.own[n].rows, n)
 
-    def _make_part(self) -> None:
-        """This warpgroup's part of the row: s w, and sums of squares of s."""
-        gmem, smem, own = self.gmem, self.smem, pl.ds(self.wg * WARPS, WARPS)
+    def _make_row(self) -> None:
+        """s w, and sums of squares of s, of which each warp makes a part, and the first copies."""
+        parts = self.plan.D // CHUNKS
+        makers = min(parts, WARPGROUPS)
+        pl.when(self.wg < makers)(lambda: self._make_part(self.wg, self._start_all))
+        pl.when(self.wg >= makers)(self._start_all)
+        for later in range(WARPGROUPS, parts, WARPGROUPS):
+            pl.when(self.wg < parts - later)(lambda later=later: self._make_part(self.wg + later))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem.made)
+
+    def _make_part(self, part: Any, then: Callable[[], None] = lambda: None) -> None:
+        """A part of the row by this warpgroup; then: called when what it is made of has been asked for."""
+        gmem, smem, room, own = self.gmem, self.smem, self.room, pl.ds(part * WARPS, WARPS)
         refs = [gmem.w.at[own], gmem.x.at[own]]
         refs += [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
         w, *parts = [r.load_whole(ref) for ref in refs]
-        self._start_all()  # what the row is made of would come behind these copies
+        then()  # what the row is made of would come after these copies
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-        self.dev.store_flat(smem.row.at[pl.ds(self.wg * CHUNKS, CHUNKS)], s * w)
-        store_any(smem.squares.at[own], r.row_sum(s * s))
+        self.dev.store_flat(room.row(smem).at[pl.ds(part * CHUNKS, CHUNKS)], s * w)
+        store_any(room.squares(smem).at[own], r.row_sum(s * s))
         if gmem.s is not None:
             pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
 
-    def _row(self) -> tuple[jax.Array, list[jax.Array]]:
-        """The factor of the norm, and s w in pieces, when all have made their parts."""
-        smem = self.smem
-        plgpu.barrier_wait(smem.made)
-        squares = functools.reduce(jnp.add, [smem.squares[i] for i in range(smem.squares.shape[0])])
-        scale = lax.rsqrt(squares / smem.row.shape[0] + self.eps)
-        return scale, [load(self._piece(i), self.layout.reduce(0)) for i in range(self.pieces)]
+    def _scale(self) -> jax.Array:
+        """The factor of the norm, when all have made their parts of the row."""
+        plgpu.barrier_wait(self.smem.made)
+        squares, D = self.room.squares(self.smem), self.plan.D
+        total = functools.reduce(jnp.add, [squares[i] for i in range(D // CHUNK)])
+        return lax.rsqrt(total / D + self.eps)
+
+    def _row(self) -> list[jax.Array]:
+        """s w in pieces."""
+        return [load(self._piece(i), self.layout.reduce(0)) for i in range(self.pieces)]
 
     def _product(self, n: Any, row: list[jax.Array], scale: jax.Array) -> jax.Array:
         """Results of the rows of the tile in the n-th slot in turn."""
@@ -170,7 +191,16 @@ class Projections:
         assert total is not None
         return jnp.sum(total, axis=1) * scale
 
-    def _filter(self, own: Any, x: jax.Array, past: list[jax.Array]) -> jax.Array:
+    def _keep(self, own: Own, x: jax.Array, past: Sequence[jax.Array]) -> None:
+        """The channels of a tile of this warpgroup, through the convolution where they pass through it."""
+        channels = self.gmem.channels.at[own.rows]
+        _either(
+            own.is_filtered,
+            lambda: store_any(channels, self._filter(own.rows, x, past)),
+            lambda: store_any(channels, x),
+        )
+
+    def _filter(self, own: Any, x: jax.Array, past: Sequence[jax.Array]) -> jax.Array:
         """The convolution of a tile's channels, as in `decode.conv_update`."""
         gmem, taps = self.gmem, self.gmem.filters.shape[1]
         past = [y.astype(jnp.float32) for y in past]
@@ -181,68 +211,90 @@ class Projections:
             store_any(gmem.conv.at[0, own, j], s.astype(gmem.conv.dtype))
         return total / (1.0 + jnp.exp(-total))
 
-    def _make_strength(self, scale: jax.Array) -> None:
-        """The raw input of the head's strength."""
-        smem, layout = self.smem, vector_layout(WIDEST)
-        plgpu.barrier_wait(smem.asked)
-        total = None
-        for i in range(self.pieces):
-            part = load(smem.strength.at[i], layout).astype(jnp.float32) * load(self._piece(i), layout)
+    def _make_single(self, scale: jax.Array) -> None:
+        """The channel of the row that is no part of a tile."""
+        layout, total = vector_layout(WIDEST), None
+        for i, x in enumerate(self.room.single(self, layout)):
+            part = x.astype(jnp.float32) * load(self._piece(i), layout)
             total = part if total is None else total + part
         assert total is not None
-        self.gmem.channels[self.strength] = jnp.sum(total) * scale
+        self.gmem.channels[self.single] = jnp.sum(total) * scale
 
-    def run(self, early: Callable[[], None], later: Callable[[], None]) -> None:
+    def run(self, then: Head | Alone) -> None:
         """Makes the channels.
 
         Args:
-          early: called when the first copies are on their way.
-          later: called when all are that this warpgroup has claimed.
+          then: the second stage, which asks for its state and its rows when the room says so.
         """
-        makers = self.smem.row.shape[0] // CHUNKS
-        pl.when(self.wg < makers)(self._make_part)
-        pl.when(self.wg >= makers)(self._start_all)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.smem.made)
-        strength = self.gmem.weight.at[self.strength]
-        pl.when(self.makes_strength)(
-            lambda: plgpu.copy_gmem_to_smem(strength, self.smem.strength, self.smem.asked)
-        )
-        past = [self._past(rows) for rows in self.own]
-        early()
-        scale, row = self._row()
-        own = len(self.own)
+        room, plan = self.room, self.plan
+        self._make_row()
+        room.ask_single(self)
+        known = [self._past(own) for own in self.own] if room.reads_ahead else None
+        room.row_made(self, then)
+        scale = self._scale()
+
+        def single(tiles: int) -> None:
+            """Makes the row that is no tile, after so many tiles."""
+            if tiles == room.single_after:
+                pl.when(self.makes_single)(lambda: self._make_single(scale))
 
         def follow(i: Any, asked: Any) -> jax.Array:
             """Takes the i-th tile that was asked for, and starts its copy, where there is one."""
             self.claims.keep(i, asked)
             plgpu.commit_smem()  # a barrier: every thread of the warpgroup has read the tile before
             number = self.claims.take(i, asked)
-            pl.when(number < self.claimable)(lambda: self._start(self._claimed(number), own + i))
+            pl.when(number < self.claimable)(lambda: self._start(self._claimed(number), plan.own + i))
+            room.slot_free(then, number >= self.claimable, self._slot(plan.own + i))
             return number
 
+        single(0)
+        row = self._row()
+        room.row_taken(self, then)
+        if not self.claimable:
+            room.all_asked(then, True)
         numbers = []
-        for n, rows in enumerate(self.own):
-            i = n - (own - STAGES)
-            asked = None if i < 0 else self.claims.ask(i)
+        for n, own in enumerate(self.own):
+            i = n - (plan.own - STAGES)
+            asked = self.claims.ask(i) if i >= 0 and self.claimable else None
             x = self._product(n, row, scale)
-            if asked is None:
-                plgpu.commit_smem()  # likewise
-                self._start(self.own[n + STAGES], n + STAGES)
-            else:
+            if asked is not None:
                 numbers.append(follow(i, asked))
-            store_any(self.gmem.channels.at[rows], self._filter(rows, x, past[n]))
-            if n == 1:
-                pl.when(self.makes_strength)(lambda: self._make_strength(scale))
+            else:
+                plgpu.commit_smem()  # likewise
+                if i < 0:
+                    self._start(self.own[n + STAGES].rows, n + STAGES)
+                else:
+                    room.slot_free(then, True, self._slot(n))
+            self._keep(own, x, self._past(own) if known is None else known[n])
+            single(n + 1)
+        if not self.claimable:
+            return
 
         def one(carry):
             i, number, *following = carry
-            pl.when(following[0] >= self.claimable)(later)
+            room.all_asked(then, following[0] >= self.claimable)
             asked = self.claims.ask(i + STAGES)
-            x = self._product(own + i, row, scale)
+            x = self._product(plan.own + i, row, scale)
             last = follow(i + STAGES, asked)
             store_any(self.gmem.channels.at[self._claimed(number)], x)
             return i + 1, *following, last
 
-        pl.when(numbers[0] >= self.claimable)(later)
+        room.all_asked(then, numbers[0] >= self.claimable)
         lax.while_loop(lambda carry: carry[1] < self.claimable, one, (jnp.int32(0), *numbers))
+
+
+def _chosen(number: Any, values: Iterable[tuple[int, Any]]) -> Any:
+    """The value that holds for a number, of some with the number from which each does; the first one holds from 0."""
+    (_, found), *others = values
+    for begin, value in others:
+        found = jnp.where(number < begin, found, value)
+    return found
+
+
+def _either(condition: bool | jax.Array, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Calls one of two functions; with a condition that is known when the kernel is made there is one alone."""
+    if isinstance(condition, bool):
+        (then if condition else otherwise)()
+    else:
+        pl.when(condition)(then)
+        pl.when(~condition)(otherwise)

@@ -48,11 +48,10 @@ from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.layer.weight_gradient import weight_gradient
-from pallas_kernels.token.delta_layer import delta_layer
-from pallas_kernels.token.heads import Places, Rule
 from pallas_kernels.tools.batch_calls import BATCH_CALLS
 from pallas_kernels.tools.call import Call, call, shapes
 from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, ring_call, step_call
+from pallas_kernels.tools.token_calls import TOKEN_CALLS
 from pallas_kernels.work.residuals import Segments, Transition
 from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import packed_items, row_items
@@ -73,15 +72,6 @@ def filtered_row_call(x, y, norm, weight, state, filters):
     """The product of a stream whose first channels pass through a convolution."""
     convolution = Convolution(state, filters, None)
     return stream_product(x, y, norm, weight, eps=1e-6, dtype=weight.dtype, convolution=convolution)
-
-
-def delta_layer_call(x, y, norm, weight, state, filters, *others):
-    """A token from the stream to its output projection."""
-    *arrays, A_log, dt_bias = others
-    places, rule = Places(0, 2048, 4096, 6144, 8192, 8320), Rule(-5.0, False, 1e-6, "sigmoid")
-    gates: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias, eps=1e-6)
-    convolution = Convolution(state, filters, None)
-    return delta_layer(x, y, norm, weight, convolution, *arrays, **gates, places=places, rule=rule)
 
 
 def rule_call(
@@ -424,12 +414,7 @@ CALLS: dict[str, Call] = {
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
         "bf16[16,128] bf16[81,128] f32[128] bf16[1536,2048]",
     ),
-    "layer of a token": call(
-        delta_layer_call,
-        "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4] f32[1,16,128,128] f32[128] "
-        "bf16[1536,2048] f32[16] f32[16,128]",
-        Needs.TMA,
-    ),
+    **TOKEN_CALLS,
     "latent attention of a row": call(
         partial(latent_row, places=LatentPlaces(256, 832), scale=192**-0.5, eps=1e-6),
         "bf16[1,848] bf16[1,9216] f32[512] f32[32] bf16[16,128,512] bf16[1,192,1,64] bf16[1,192,1,512] i32[1]",

@@ -5,8 +5,8 @@ from faults.fault import Fault
 FAULTS = (
     Fault(
         "the output gate of a decay by channels is SiLU",
-        'return self._gated_output(partial(gated_norm, activation="sigmoid"), o, gate.reshape(o.shape))',
-        "return self._gated_output(partial(gated_norm), o, gate.reshape(o.shape))",
+        'activation: ClassVar[str] = "sigmoid"',
+        'activation: ClassVar[str] = "silu"',
         "tests/layers/test_family_layers.py::test_against_float64",
     ),
     Fault(
@@ -242,9 +242,15 @@ FAULTS = (
     ),
     Fault(
         "one kernel's token has the epsilon of the stream for its output",
-        'delta_layer.Options(eps, self.o_norm.eps, "sigmoid")',
-        'delta_layer.Options(eps, eps, "sigmoid")',
-        "tests/kernels/test_layer_kernels_rows.py::test_a_layer_in_one_kernel",
+        "delta_layer.Options(norm.eps, mixer.o_norm.eps, mixer.activation)",
+        "delta_layer.Options(norm.eps, norm.eps, mixer.activation)",
+        "tests/kernels/test_layer_kernels_rows.py::test_a_layer_in_one_kernel[heads]",
+    ),
+    Fault(
+        "one kernel's token of GLA erases what it writes over",
+        "def token_gates(self) -> None:",
+        "def no_token_gates(self) -> None:",
+        "tests/kernels/test_layer_kernels_rows.py::test_layers_that_no_kernel_of_a_token_takes",
     ),
     Fault(
         "slots of attention layers are read in their own dtype",

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import row_kernels
 from flax import nnx
-from fused_harness import SUMS_ON_A_GPU, close, draws
+from fused_harness import ROUNDING, SUMS_ON_A_GPU, close, draws
 
-from gdn_jax.models import ExpertsConfig, LanguageModel
+from gdn_jax.models import ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference import program
@@ -21,7 +21,6 @@ from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.parts import delta_layer, dense_stream, experts, latent_token, routing, row_product
-from gdn_jax.parts.channel_token import ChannelGates
 from gdn_jax.shapes import Choice, Convolution
 
 pytestmark = pytest.mark.gpu
@@ -92,27 +91,42 @@ def test_independent_kernels_of_one_program_do_not_meet():
             np.testing.assert_array_equal(found, alone)
 
 
-@pytest.mark.parametrize("H", [9, 16])
-def test_layers_of_one_program_do_not_meet(H, K=128, D=1536):
+LAYERS = {
+    "ling-3.0-tiny": dict(H=16, D=1536, parts=11),
+    "0.4b": dict(H=8, D=1024, parts=8, decay=row_kernels.HEADS),
+    "qwen3.5-0.8b": dict(H=16, D=1024, parts=16, decay=row_kernels.HEADS),
+    "1.3b": dict(H=16, D=2048, parts=1, decay=row_kernels.HEADS),
+    "qwen3.5-4b": dict(H=16, D=2560, parts=32, decay=row_kernels.HEADS, HV=32),
+    "qwen3-next": dict(H=16, D=2048, parts=0, decay=row_kernels.HEADS, HV=32, bias=True, doubled=True),
+    "9 heads": dict(H=9, D=1536, parts=11),
+    "8 heads, of channels": dict(H=8, D=1024, parts=1, bias=True),
+    "16 heads, of channels, wide": dict(H=16, D=2048, parts=1),
+}
+"""Name -> arguments of `row_kernels.delta_layer`."""
+
+
+def layer_of(name: str, seed: int = 0):
+    """Its results with heads of 128, for arguments that the kernel takes."""
+    (x, y, layer, gates, options), want = row_kernels.delta_layer(K=128, seed=seed, **LAYERS[name])
+    assert delta_layer.takes_stream(x, layer, gates, None)
+    return (x, y, layer), (gates, options), want
+
+
+@pytest.mark.parametrize("name", ["9 heads", "ling-3.0-tiny", "0.4b"])
+def test_layers_of_one_program_do_not_meet(name):
     """72 and 128 CTAs: some of a second kernel have room beside the first one. The same is worth a run with XLA_FLAGS
     "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_gpu_graph_min_graph_size=1", under a time limit."""
-    gates = ChannelGates(H, 3 * H * K, 4 * H * K, -5.0)
-    options = delta_layer.Options(1e-6, 1e-6, "sigmoid")
+    drawn = [layer_of(name, seed) for seed in range(2)]
+    static = drawn[0][1]
 
     def chain(args):
         x, y, layer = args
         for _ in range(6):
-            x, y, _, state = delta_layer.delta_layer(x, y, layer, gates, options)
+            x, y, _, state = delta_layer.delta_layer(x, y, layer, *static)
             layer = layer._replace(state=state)
         return x, y, layer.state
 
-    def arguments(seed):
-        (x, y, (norm, inputs, convolution, *others)), _ = row_kernels.delta_layer(H, K, D, 11, seed)
-        layer = delta_layer.Layer(norm, inputs, Convolution(*convolution), *others)
-        assert delta_layer.takes_stream(x, layer, gates, None)
-        return x, y, layer
-
-    chains = [arguments(seed) for seed in range(2)]
+    chains = [args for args, *_ in drawn]
     want = [jax.jit(chain)(args) for args in chains]
     together = jax.jit(lambda chains: [chain(args) for args in chains])
     for _ in range(4 * REPEATS):
@@ -139,23 +153,20 @@ def test_row_of_heads():
     close(want, call(*args), "y")
 
 
-def test_layer_of_the_delta_rule():
-    """At the sizes of Ling-3.0-tiny: CTAs of a head wait for each other, and its states lie where they were."""
-    gates, options = ChannelGates(16, 6144, 8192, -5.0), delta_layer.Options(1e-6, 1e-6, "sigmoid")
-    call = jax.jit(functools.partial(delta_layer.delta_layer, gates=gates, options=options))
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_of_the_delta_rule(name):
+    """At the sizes of released models: CTAs of a head wait for each other, and its states lie where they were."""
     for seed in range(4):
-        (x, y, layer), want = row_kernels.delta_layer(16, 128, 1536, 11, seed)
-        norm, inputs, convolution, *others = layer
-        layer = delta_layer.Layer(norm, inputs, row_product.Convolution(*convolution), *others)
-        assert delta_layer.takes_stream(x, layer, gates, None)
-        s, parts, *states = got = call(x, y, layer)
+        args, static, want = layer_of(name, seed)
+        call = jax.jit(lambda x, y, layer, static=static: delta_layer.delta_layer(x, y, layer, *static))
+        s, parts, *states = got = call(*args)
         for _ in range(REPEATS):
-            for again, first in zip(call(x, y, layer), got, strict=True):
+            for again, first in zip(call(*args), got, strict=True):
                 np.testing.assert_array_equal(again, first)
         results = s, jnp.sum(parts.astype(jnp.float32), axis=0), *states
         names = zip(("s", "y", "window", "state"), want, results, (0, 2, 1, 1), strict=True)
-        for name, expected, result, roundings in names:
-            close(expected, result, name, roundings, dtype="bfloat16")
+        for part, expected, result, roundings in names:
+            close(expected, result, part, roundings, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("length", [0, 100, 190])
@@ -230,3 +241,35 @@ def test_a_token_of_one_row_of_a_model(config):
         got.append(np.asarray(y))
     # Some twenty roundings one behind the other, in either program.
     close(want, np.concatenate(got, axis=1), "logits", 20, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("heads_of_v", [8, 16])
+def test_a_token_of_one_row_of_gated_delta_nets(heads_of_v):
+    """Layers with a decay of each head and their SwiGLU, token by token in the copy that generation reads."""
+    config = ModelConfig(
+        **dict(
+            vocab_size=256, hidden_size=512, num_layers=3, num_heads=8, num_v_heads=heads_of_v, head_dim=128
+        ),
+        **dict(expand_v=1.0, intermediate_size=1024, allow_neg_eigval=heads_of_v == 16),
+        **dict(dtype="bfloat16", weight_dtype="bfloat16"),
+    )
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    plain = LanguageModel(dataclasses.replace(config, implementation="chunked"), rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 12))
+    want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
+    copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
+    step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
+    compiled = step.lower(copy, tokens[:, :1], model.init_cache(1, 12)).as_text()
+    assert compiled.count("delta_layer") > 0
+    cache, got = model.init_cache(1, 12), []
+    for t in range(12):
+        y, cache = step(copy, tokens[:, t : t + 1], cache)
+        got.append(np.asarray(y))
+    # Some twenty roundings one after the other, in either program.
+    close(want, np.concatenate(got, axis=1), "logits", 20, dtype="bfloat16")
+    new = np.asarray(nnx.jit(lambda model: generate(model, jnp.asarray(tokens), 24))(model))
+    line = jnp.asarray(np.concatenate([tokens, new[:, :-1]], axis=1))
+    logits = np.asarray(nnx.jit(lambda model: model(line)[0])(plain), np.float64)[0, -24:]
+    short = logits.max(axis=1) - logits[np.arange(24), new[0]]
+    # Every token is the likeliest one, or one that a program that rounds may take for it.
+    assert short.max() <= 4 * 20 * ROUNDING["bfloat16"] * np.sqrt(np.mean(logits**2))

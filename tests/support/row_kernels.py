@@ -1,5 +1,8 @@
 """Arguments of the kernels of one row and what they have to give, for tests with and without a GPU."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import fused_oracle
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,10 @@ from device_arrays import put
 from fused_harness import draws
 from fused_oracle import wide
 
-from gdn_jax.shapes import Choice
+from gdn_jax.parts import delta_layer as fused
+from gdn_jax.parts.channel_token import ChannelGates
+from gdn_jax.parts.token import HeadGates, Heads
+from gdn_jax.shapes import Choice, Convolution
 
 
 def near_one(draw, width: int):
@@ -141,28 +147,91 @@ def latent(H: int, C: int, V: int, S: int, length: int, seed: int = 0):
     return args, static, y.reshape(1, -1), k_r, c
 
 
-def delta_layer(H: int, K: int, D: int, parts: int, seed: int = 0):
-    """Arguments of `parts.delta_layer.delta_layer`, a layer of bounded gates, and what it gives: s, y, and the states
-    of the convolution and of the rule."""
-    draw, keys, bound = draws(seed), H * K, -5.0
-    F = 5 * keys + K  # the strengths' channels, and what fills them up
-    x, y, norm = draw(1, D), draw(parts, 1, D), near_one(draw, D)
-    inputs = draw(F, D, dtype="bfloat16", scale=D**-0.5)
-    window, filters = draw(1, 3 * keys, 3, dtype="bfloat16"), draw(3 * keys, 4, dtype="bfloat16")
-    A_log, dt_bias, state = draw(H, scale=0.3), draw(H, K), draw(1, H, K, K)
-    output_norm, output = near_one(draw, K), draw(D, keys, dtype="bfloat16", scale=keys**-0.5)
-    layer = norm, inputs, (window, filters, None), A_log, dt_bias, state, output_norm, output
-    s, n = fused_oracle.add_norm(x, wide(y).sum(0), norm, 1e-6)
+class Decay(NamedTuple):
+    """A decay of `delta_layer`, as the oracle knows it."""
+
+    seam: Callable[[int, int, int, int, bool], Any]
+    """Gates of `parts.delta_layer` from heads of k and v, the first channel after v, K, and beta's factor."""
+    width: Callable[[int, int], int]
+    """Channels of its raw input, from heads of v and K."""
+    bias: Callable[[int, int], tuple[int, ...]]
+    """Shape of dt_bias."""
+    g: Callable[..., np.ndarray]
+    """[HV, K] or [HV, 1] of the raw input and A_log."""
+    activation: str
+    """Of the output gate of layers that have it."""
+
+
+def _softplus(x):
+    return np.logaddexp(0.0, x)
+
+
+HEADS = Decay(
+    lambda H, HV, first, K, doubled: HeadGates(Heads(H, first, first + HV), doubled),
+    lambda HV, K: HV,
+    lambda HV, K: (HV,),
+    lambda x, A_log: (-np.exp(A_log) * _softplus(x))[:, None],
+    "silu",
+)
+BOUND = -5.0
+CHANNELS = Decay(
+    lambda H, HV, first, K, doubled: ChannelGates(H, first, first + HV * K, BOUND, doubled),
+    lambda HV, K: HV * K,
+    lambda HV, K: (HV, K),
+    lambda x, A_log: BOUND * fused_oracle.sigmoid(np.exp(A_log)[:, None] * x),
+    "sigmoid",
+)
+
+
+def delta_layer(
+    H: int,
+    K: int,
+    D: int,
+    parts: int,
+    seed: int = 0,
+    *,
+    decay: Decay = CHANNELS,
+    HV: int | None = None,
+    bias: bool = False,
+    doubled: bool = False,
+    dtype: str = "bfloat16",
+):
+    """Arguments of `parts.delta_layer.delta_layer`, of a layer of H heads of k, its gates and options, and what it
+    gives: s, y, and the states of the convolution and of the rule.
+
+    Args:
+      parts: of what is added to the stream; 0: nothing is.
+      HV: heads of v; None: H.
+      bias: whether the convolution has one.
+      doubled: whether beta is 2 sigmoid(b).
+      dtype: of both matrices and of the convolution.
+    """
+    draw, keys, HV = draws(seed), H * K, HV or H
+    values, decays = HV * K, decay.width(HV, K)
+    C = 2 * keys + values
+    F = -(-(C + decays + HV) // K) * K + values  # zeros fill up whole heads before the gates
+    x, y, norm = draw(1, D), draw(parts, 1, D) if parts else None, near_one(draw, D)
+    inputs = draw(F, D, dtype=dtype, scale=D**-0.5)
+    window, filters = draw(1, C, 3, dtype=dtype), draw(C, 4, dtype=dtype)
+    A_log, dt_bias, state = draw(HV, scale=0.3), draw(*decay.bias(HV, K)), draw(1, HV, K, K)
+    output_norm, output = near_one(draw, K), draw(D, values, dtype=dtype, scale=values**-0.5)
+    added = draw(C, dtype=dtype) if bias else None
+    convolution = Convolution(window, filters, added)
+    layer = fused.Layer(norm, inputs, convolution, A_log, dt_bias, state, output_norm, output)
+    gates, options = decay.seam(H, HV, C, K, doubled), fused.Options(1e-6, 1e-5, decay.activation)
+
+    s, n = fused_oracle.add_norm(x, wide(y).sum(0) if parts else 0.0, norm, 1e-6)
     channels = (n @ wide(inputs).T)[0]
-    past = np.concatenate([wide(window)[0], channels[: 3 * keys, None]], axis=1)
-    total = np.sum(past * wide(filters), axis=1)
-    q, k, v = (total * fused_oracle.sigmoid(total)).reshape(3, H, K)
-    f, z = channels[3 * keys : 4 * keys].reshape(H, K), channels[F - keys :].reshape(H, K)
+    past = np.concatenate([wide(window)[0], channels[:C, None]], axis=1)
+    total = np.sum(past * wide(filters), axis=1) + (wide(added) if bias else 0.0)
+    q, k, v = np.split(total * fused_oracle.sigmoid(total), [keys, 2 * keys])
+    q, k = (np.repeat(a.reshape(H, K), HV // H, axis=0) for a in (q, k))
     q, k = (a / np.sqrt(np.sum(a * a, axis=1, keepdims=True) + 1e-6) for a in (q, k))
-    rates = np.exp(wide(A_log))[:, None]
-    S = wide(state)[0] * np.exp(bound * fused_oracle.sigmoid(rates * (f + wide(dt_bias))))[..., None]
-    beta = fused_oracle.sigmoid(channels[4 * keys : 4 * keys + H])[:, None]
-    S = S + k[..., None] * (beta * (v - np.einsum("hk,hkv->hv", k, S)))[:, None]
+    raw = channels[C : C + decays].reshape(dt_bias.shape) + wide(dt_bias)
+    S = wide(state)[0] * np.exp(decay.g(raw, wide(A_log)))[..., None]
+    beta = fused_oracle.sigmoid(channels[C + decays : C + decays + HV])[:, None] * (1 + doubled)
+    S = S + k[..., None] * (beta * (v.reshape(HV, K) - np.einsum("hk,hkv->hv", k, S)))[:, None]
     o = K**-0.5 * np.einsum("hk,hkv->hv", q, S)
-    out = fused_oracle.gated_norm(o, z, output_norm, 1e-6, "sigmoid").reshape(1, -1) @ wide(output).T
-    return (x, y, layer), (s, out, past[None, :, 1:], S[None])
+    z = channels[F - values :].reshape(HV, K)
+    out = fused_oracle.gated_norm(o, z, output_norm, 1e-5, decay.activation).reshape(1, -1) @ wide(output).T
+    return (x, y, layer, gates, options), (s, out, past[None, :, 1:], S[None])

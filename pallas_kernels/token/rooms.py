@@ -1,0 +1,301 @@
+"""Where the arrays of `delta_layer` lie in the shared memory of a CTA, and so when the second stage asks for its own.
+
+A room is an object that both stages of the kernel hold. `APART` has memory for everything. `LENT` has less, so that
+wide rows fit: arrays that are not needed at the same time have the same bytes.
+
+| bytes of                    | with `APART`             | with `LENT`, one after the other                        |
+|-----------------------------|--------------------------|---------------------------------------------------------|
+| the slots of tiles of W_in  | tiles                    | tiles, and then, slot by slot, rows of W_o              |
+| the state                   | the state from the start | s w and sums of squares, the state, o in its first row  |
+| the row, o, the rows of W_o | themselves               | none                                                    |
+
+The interpreter knows no view of an array's bytes as another array: there every array of `LENT` has its own memory.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.lanes import WARPS, load
+from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory
+
+WARPGROUPS = 4
+"""Warpgroups of a CTA, which have a quarter of V and of the CTA's rows of W_o each."""
+
+WIDEST = 256
+"""Numbers of a dimension of what is copied at once, at most: columns of a piece of W_in, rows of W_o."""
+
+ROWS = WARPS
+"""Rows of a tile of W_in."""
+
+STAGES = 2
+"""Tiles of a warpgroup in shared memory."""
+
+CHUNK = 128
+"""Numbers of the stream that a warp adds up."""
+
+LAST = WARPGROUPS - 1
+"""The warpgroup that makes a row of W_in that is no part of a tile."""
+
+
+@runtime_checkable
+class Room(Protocol):
+    """A room, as the stages ask it: `stage` is the first one, `then` the second one, `plan` the `Plan` of both."""
+
+    pieces: ClassVar[int]
+    """Copies in which the rows of W_o of a warpgroup come."""
+    reduction_bytes: ClassVar[int]
+    """Bytes that are set aside for reductions over more than a warp."""
+    single_after: ClassVar[int]
+    """Tiles that a warpgroup makes before a row of W_in that is no part of a tile."""
+    reads_ahead: ClassVar[bool]
+    """Whether a warpgroup reads what the convolution needs of all its tiles before the row is there; else of each
+    tile after its product: a wide row leaves no registers."""
+
+    def memory(self, plan: Any) -> Memory:
+        """Shared memory of both stages."""
+        ...
+
+    def first(self, plan: Any) -> Memory:
+        """The same of the first stage alone, interpreted."""
+        ...
+
+    def second(self, plan: Any) -> Memory:
+        """The same of the second stage alone, interpreted."""
+        ...
+
+    def row(self, smem: Any) -> Any:
+        """s w, [D] float32 at least."""
+        ...
+
+    def squares(self, smem: Any) -> Any:
+        """Sums of squares of the chunks of s."""
+        ...
+
+    def o(self, smem: Any) -> Any:
+        """The head's output, [V] float32."""
+        ...
+
+    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: int) -> Any:
+        """So many rows of W_o of a warpgroup, [rows, V]: its i-th piece."""
+        ...
+
+    def arrived(self, smem: Any, wg: Any, i: int) -> Any:
+        """The barrier at which that piece arrives."""
+        ...
+
+    def ask_single(self, stage: Any) -> None:
+        """When the first copies are on their way: asks for the row that is no part of a tile."""
+        ...
+
+    def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
+        """Reads that row in pieces."""
+        ...
+
+    def row_made(self, stage: Any, then: Any) -> None:
+        """When this warpgroup has made its part of s w."""
+        ...
+
+    def row_taken(self, stage: Any, then: Any) -> None:
+        """When this warpgroup has s w in registers."""
+        ...
+
+    def slot_free(self, then: Any, last: Any, slot: Any) -> None:
+        """When a slot's tile has been read, and, if `last`, no other tile comes to it."""
+        ...
+
+    def all_asked(self, then: Any, last: Any) -> None:
+        """When, if `last`, all tiles of this warpgroup are on their way."""
+        ...
+
+
+def _of_both(plan: Any) -> tuple[Buffer, Buffer | None, Barriers | None]:
+    """The tiles, and the vectors that a decay hands round with the barrier behind which they are known."""
+    tiles = Buffer((WARPGROUPS, STAGES, ROWS, plan.D // WIDEST, WIDEST), plan.dtype)
+    if not plan.decay.vectors:
+        return tiles, None, None
+    return tiles, Buffer((plan.decay.vectors, plan.K)), Barriers(arrivals=WARPGROUPS)
+
+
+class Apart:
+    """Every array has its own memory: state and W_o come while the first stage works."""
+
+    pieces: ClassVar[int] = 1
+    reduction_bytes: ClassVar[int] = REDUCTION_BYTES
+    single_after: ClassVar[int] = STAGES
+    reads_ahead: ClassVar[bool] = True
+
+    def memory(self, plan: Any) -> Memory:
+        """See `Room.memory`."""
+        return {**self.first(plan), **self.second(plan)}
+
+    def first(self, plan: Any) -> Memory:
+        """See `Room.first`."""
+        tiles, *_ = _of_both(plan)
+        return {
+            "tiles": tiles,
+            "row": Buffer((plan.D,)),
+            "squares": Buffer((plan.D // CHUNK,)),
+            "single": Buffer((plan.D // WIDEST, WIDEST), plan.dtype),
+            "claimed": Buffer((2 * WARPGROUPS,), jnp.int32),
+            "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
+            "asked": Barriers(arrivals=1),
+            "made": Barriers(arrivals=WARPGROUPS),
+        }
+
+    def second(self, plan: Any) -> Memory:
+        """See `Room.second`."""
+        _, vectors, known = _of_both(plan)
+        return {
+            "rows": Buffer((WARPGROUPS, plan.rows, plan.K), plan.dtype),
+            "state": Buffer((plan.K, plan.K)),
+            "vectors": vectors,
+            "o": Buffer((plan.K,)),
+            "full": Barriers(arrivals=1, count=WARPGROUPS),
+            "stored": Barriers(arrivals=1),
+            "known": known,
+            "whole": Barriers(arrivals=WARPGROUPS),
+        }
+
+    def row(self, smem: Any) -> Any:
+        """See `Room.row`."""
+        return smem.row
+
+    def squares(self, smem: Any) -> Any:
+        """See `Room.squares`."""
+        return smem.squares
+
+    def o(self, smem: Any) -> Any:
+        """See `Room.o`."""
+        return smem.o
+
+    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: int) -> Any:
+        """See `Room.rows_of_output`."""
+        return smem.rows.at[wg]
+
+    def arrived(self, smem: Any, wg: Any, i: int) -> Any:
+        """See `Room.arrived`."""
+        return smem.full.at[wg]
+
+    def ask_single(self, stage: Any) -> None:
+        """See `Room.ask_single`: to shared memory."""
+        single, smem = stage.gmem.weight.at[stage.single], stage.smem
+        pl.when(stage.makes_single)(lambda: plgpu.copy_gmem_to_smem(single, smem.single, smem.asked))
+
+    def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
+        """See `Room.single`."""
+        plgpu.barrier_wait(stage.smem.asked)
+        for i in range(stage.pieces):
+            yield load(stage.smem.single.at[i], layout)
+
+    def row_made(self, stage: Any, then: Any) -> None:
+        """See `Room.row_made`: the state is asked for."""
+        then.ask_state()
+
+    def row_taken(self, stage: Any, then: Any) -> None:
+        """See `Room.row_taken`."""
+
+    def slot_free(self, then: Any, last: Any, slot: Any) -> None:
+        """See `Room.slot_free`."""
+
+    def all_asked(self, then: Any, last: Any) -> None:
+        """See `Room.all_asked`: the rows of W_o are asked for."""
+        pl.when(last)(lambda: then.ask_rows(0))
+
+
+class Lent:
+    """Arrays that are not needed at the same time have the same bytes, see the module docstring."""
+
+    pieces: ClassVar[int] = STAGES
+    reduction_bytes: ClassVar[int] = REDUCTION_BYTES // 2
+    single_after: ClassVar[int] = 0
+    reads_ahead: ClassVar[bool] = False
+
+    def memory(self, plan: Any) -> Memory:
+        """See `Room.memory`."""
+        views = dict.fromkeys(("row", "squares", "rows"))
+        return {**self.first(plan), **self.second(plan), **views}
+
+    def first(self, plan: Any) -> Memory:
+        """See `Room.first`."""
+        tiles, *_ = _of_both(plan)
+        return {
+            "tiles": tiles,
+            "row": Buffer((plan.D,)),
+            "squares": Buffer((plan.D // CHUNK,)),
+            "claimed": Buffer((2 * WARPGROUPS,), jnp.int32),
+            "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
+            "made": Barriers(arrivals=WARPGROUPS),
+            "taken": Barriers(arrivals=WARPGROUPS),
+        }
+
+    def second(self, plan: Any) -> Memory:
+        """See `Room.second`."""
+        _, vectors, known = _of_both(plan)
+        return {
+            "rows": Buffer((WARPGROUPS, STAGES, plan.rows, plan.K), plan.dtype),
+            "state": Buffer((plan.K, plan.K)),
+            "vectors": vectors,
+            "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
+            "stored": Barriers(arrivals=1),
+            "known": known,
+            "whole": Barriers(arrivals=WARPGROUPS),
+        }
+
+    def row(self, smem: Any) -> Any:
+        """See `Room.row`."""
+        if smem.row is not None:
+            return smem.row
+        return smem.state.reshape(smem.state.shape[0] * smem.state.shape[1])
+
+    def squares(self, smem: Any) -> Any:
+        """See `Room.squares`: the last row of the state, which s w does not reach."""
+        return smem.state.at[smem.state.shape[0] - 1] if smem.squares is None else smem.squares
+
+    def o(self, smem: Any) -> Any:
+        """See `Room.o`."""
+        return smem.state.at[0]
+
+    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: int) -> Any:
+        """See `Room.rows_of_output`: in a slot."""
+        if smem.rows is not None:
+            return smem.rows.at[wg, i]
+        V, (*_, pieces, width) = smem.state.shape[1], smem.tiles.shape
+        return smem.tiles.at[wg, i].reshape(ROWS * pieces * width // V, V).at[pl.ds(0, rows)]
+
+    def arrived(self, smem: Any, wg: Any, i: int) -> Any:
+        """See `Room.arrived`: that of the slot."""
+        return smem.arrived.at[wg * STAGES + i]
+
+    def ask_single(self, stage: Any) -> None:
+        """See `Room.ask_single`."""
+
+    def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
+        """See `Room.single`: out of global memory, all pieces at once."""
+        return [load(stage.gmem.weight.at[stage.single, i], layout) for i in range(stage.pieces)]
+
+    def row_made(self, stage: Any, then: Any) -> None:
+        """See `Room.row_made`."""
+
+    def row_taken(self, stage: Any, then: Any) -> None:
+        """See `Room.row_taken`: the state is asked for when all warpgroups have the row."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(stage.smem.taken)
+        then.ask_state(LAST, stage.smem.taken)  # it may have been the last one, with a row of its own
+
+    def slot_free(self, then: Any, last: Any, slot: Any) -> None:
+        """See `Room.slot_free`: rows of W_o come there."""
+        pl.when(last)(lambda: then.ask_rows(slot))
+
+    def all_asked(self, then: Any, last: Any) -> None:
+        """See `Room.all_asked`."""
+
+
+APART, LENT = Apart(), Lent()
+
+ROOMS: tuple[Room, ...] = (APART, LENT)
+"""All rooms, in the order in which a layer is tried with them."""
