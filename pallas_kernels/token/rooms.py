@@ -80,11 +80,11 @@ class Room(Protocol):
         """The head's output, [V] float32."""
         ...
 
-    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: int) -> Any:
+    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: Any) -> Any:
         """So many rows of W_o of a warpgroup, [rows, V]: its i-th piece."""
         ...
 
-    def arrived(self, smem: Any, wg: Any, i: int) -> Any:
+    def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
         """The barrier at which that piece arrives."""
         ...
 
@@ -173,11 +173,11 @@ class Apart:
         """See `Room.o`."""
         return smem.o
 
-    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: int) -> Any:
+    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: Any) -> Any:
         """See `Room.rows_of_output`."""
         return smem.rows.at[wg]
 
-    def arrived(self, smem: Any, wg: Any, i: int) -> Any:
+    def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
         """See `Room.arrived`."""
         return smem.full.at[wg]
 
@@ -260,14 +260,14 @@ class Lent:
         """See `Room.o`."""
         return smem.state.at[0]
 
-    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: int) -> Any:
+    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: Any) -> Any:
         """See `Room.rows_of_output`: in a slot."""
         if smem.rows is not None:
             return smem.rows.at[wg, i]
         V, (*_, pieces, width) = smem.state.shape[1], smem.tiles.shape
         return smem.tiles.at[wg, i].reshape(ROWS * pieces * width // V, V).at[pl.ds(0, rows)]
 
-    def arrived(self, smem: Any, wg: Any, i: int) -> Any:
+    def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
         """See `Room.arrived`: that of the slot."""
         return smem.arrived.at[wg * STAGES + i]
 
