@@ -4,15 +4,15 @@
     y_h = W_h (o (mean(o^2) + eps)^(-1/2) w f(z))                                            for each head h
     y = sum_h y_h
 
-What g is, a number of the head or one of each key channel, is said by the rule's decay, see `decays`. Some CTAs share
-a value head. Each reads the head's state whole, makes o and its gated norm, and multiplies by its rows of the head's
+The rule's decay says what g is, a number of the head or one of each key channel, see `decays`. Some CTAs share a
+value head. Each reads the head's state whole, makes o and its gated norm, and multiplies by its rows of the head's
 columns of W: so none of them waits for a result of another one. All of them have read the state before one writes its
 rows of it.
 
 References (GMEM): channels [C] float32, in which q and k of all key heads, v, the raw input of the decay, that of the
 strength and z of all value heads lie, see `Places`; A_log [HV], dt_bias [HV] or [HV, K]; w_o [V]; output [D, HV V];
 seen_state and, in place, state [1, HV, K, V] float32, of which the first is what was there before; y_h [HV, D].
-Shared memory: that of the plan's room.
+Shared memory: `Room.memory`.
 
 | barrier | who arrives                                        | who waits      |
 |---------|----------------------------------------------------|----------------|
@@ -138,18 +138,14 @@ class Head:
         """Asks for the i-th piece of this warpgroup's rows of W."""
         self._step("ask_rows")
         own = self.gmem.output.at[self._rows(i), pl.ds(self.head * self.V, self.V)]
-        to, barrier = (
-            self.room.rows_of_output(self.smem, self.plan.rows, self.wg, i),
-            self.room.arrived(self.smem, self.wg, i),
-        )
-        plgpu.copy_gmem_to_smem(own, to, barrier)
+        to = self.room.rows_of_output(self.smem, self.plan.rows, self.wg, i)
+        plgpu.copy_gmem_to_smem(own, to, self.room.arrived(self.smem, self.wg, i))
 
     def _rows(self, i: Any, first: int = 0, count: int | None = None) -> Any:
         """Rows of W of the i-th piece, or some of them."""
         begin = i * self.plan.rows + first
-        return pl.ds(
-            self.first if isinstance(i, int) and not begin else self.first + begin, count or self.plan.rows
-        )
+        is_first = isinstance(begin, int) and begin == 0
+        return pl.ds(self.first if is_first else self.first + begin, count or self.plan.rows)
 
     def arrive(self, barrier: GridBarrier | None) -> None:
         """Waits until this CTA has read the state, and says so, and that its channels are made, to the head's others.

@@ -111,14 +111,9 @@ class Plan:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of W_o that a warpgroup multiplies at once: all of a copy, or what registers hold besides those of
-        another one."""
-        unit = self._unit()
-        return (
-            self.rows
-            if self.room.pieces == 1
-            else next(n for n in (4 * unit, 2 * unit, unit) if self.rows % n == 0)
-        )
+        """Rows of W_o that a warpgroup multiplies at once: as many as the room's registers hold."""
+        units = self.room.units_at_once
+        return next((n * self._unit() for n in units if self.rows % (n * self._unit()) == 0), self.rows)
 
     @property
     def writers(self) -> int:
@@ -130,18 +125,20 @@ class Plan:
         what = f"{self.n} CTAs of a head of {self.K}, rows of {self.D} and {self.E} outputs"
         if self.D % CHUNKS or self.K % (ROWS * WARPGROUPS):
             return f"{what}; the kernel takes rows of a multiple of {CHUNKS}"
-        if self.claimable < 0 or len(self.decay.singles) * self.R > self.n:
+        if self.claimable < 0:
             return f"{what}; the kernel takes at most as many warpgroups as there are tiles"
+        if len(self.decay.singles) * self.R > self.n:
+            return (
+                f"{what}; the kernel takes a CTA for each of {len(self.decay.singles) * self.R} single rows"
+            )
         if self.E % (self.m * WARPGROUPS * self.room.pieces * self._unit()) or self.rows > WIDEST:
             return f"{what}; the kernel takes whole shares of a multiple of {self._unit()} outputs"
-        if self.room.pieces > 1 and (
-            self.rows * self.K > ROWS * self.D or self.D > self.K * (self.K - 1) or self.D % self.K
-        ):
-            return f"{what}; the kernel takes rows that fit its slots and its state"
+        if not self.room.fits(self):
+            return f"{what}; the kernel takes rows that fit the slots of tiles, and the state"
         taken = smem_bytes(self.room.memory(self), self.room.reduction_bytes)
-        return (
-            f"{what}: {taken} bytes of shared memory; a CTA has {SMEM_LIMIT}" if taken > SMEM_LIMIT else None
-        )
+        if taken > SMEM_LIMIT:
+            return f"{what}: {taken} bytes of shared memory; a CTA has {SMEM_LIMIT}"
+        return None
 
     def _unit(self) -> int:
         """Rows of W_o that a warpgroup takes a multiple of."""

@@ -10,7 +10,7 @@ makes, by one warpgroup, at most one row that is no part of a tile: of the stren
 References (GMEM): x [D / CHUNK, CHUNK], y [P, ..] of x's shape or None, w of x's shape, float32; weight
 [F, pieces, WIDEST], whose rows lie as `Places` says; filters [C, taps], bias [C] or None; in place conv
 [1, C, taps - 1]; s of x's shape, or None; channels [F] float32; words [H, LINE], see
-`delta_layer`. Shared memory: that of the plan's room.
+`delta_layer`. Shared memory: `Room.memory`.
 
 | barrier | who arrives                                            | who waits                      |
 |---------|--------------------------------------------------------|--------------------------------|

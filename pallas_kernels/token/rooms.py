@@ -50,11 +50,18 @@ class Room(Protocol):
     """Copies in which the rows of W_o of a warpgroup come."""
     reduction_bytes: ClassVar[int]
     """Bytes that are set aside for reductions over more than a warp."""
+    units_at_once: ClassVar[tuple[int, ...]]
+    """Multiples of the rows of W_o that one access of a warpgroup covers: the first that divides a copy is multiplied
+    at once; none: all rows are."""
     single_after: ClassVar[int]
     """Tiles that a warpgroup makes before a row of W_in that is no part of a tile."""
     reads_ahead: ClassVar[bool]
     """Whether a warpgroup reads what the convolution needs of all its tiles before the row is there; else of each
     tile after its product: a wide row leaves no registers."""
+
+    def fits(self, plan: Any) -> bool:
+        """Whether what has the same bytes as something else is not larger."""
+        ...
 
     def memory(self, plan: Any) -> Memory:
         """Shared memory of both stages."""
@@ -126,8 +133,13 @@ class Apart:
 
     pieces: ClassVar[int] = 1
     reduction_bytes: ClassVar[int] = REDUCTION_BYTES
+    units_at_once: ClassVar[tuple[int, ...]] = ()
     single_after: ClassVar[int] = STAGES
     reads_ahead: ClassVar[bool] = True
+
+    def fits(self, plan: Any) -> bool:
+        """See `Room.fits`."""
+        return True
 
     def memory(self, plan: Any) -> Memory:
         """See `Room.memory`."""
@@ -212,8 +224,14 @@ class Lent:
 
     pieces: ClassVar[int] = STAGES
     reduction_bytes: ClassVar[int] = REDUCTION_BYTES // 2
+    units_at_once: ClassVar[tuple[int, ...]] = (4, 2, 1)
     single_after: ClassVar[int] = 0
     reads_ahead: ClassVar[bool] = False
+
+    def fits(self, plan: Any) -> bool:
+        """See `Room.fits`: rows of W_o in a slot, and s w in the state but for its last row."""
+        K, D = plan.K, plan.D
+        return D % K == 0 and plan.rows * K <= ROWS * D and D <= K * (K - 1)
 
     def memory(self, plan: Any) -> Memory:
         """See `Room.memory`."""
