@@ -84,7 +84,7 @@ class Config:
         def time(parts: int) -> float:
             return pl.cdiv(rows * parts, num_sms()) * (tiles / parts + 2)
 
-        return cls(min(range(1, max(1, min(num_sms(), tiles // 2)) + 1), key=time))
+        return cls(min(range(1, max(1, min(num_sms(), tiles)) + 1), key=time))
 
 
 def check_supported(queries: Sequence[Any], cache: Sequence[Any]) -> str | None:

@@ -89,9 +89,9 @@ def test_rows_meet_their_caches(kind, lengths, S, config, monkeypatch):
 
 
 def test_parts_fill_the_multiprocessors():
-    """A row has all of them, 128 rows have one each, and a short cache is in one part."""
+    """A row has all of them, 128 rows have one each, and a short cache is in as many parts as it has tiles."""
     assert [Config.default(rows, 32768).parts for rows in (1, 32, 128)] == [132, 4, 1]
-    assert Config.default(32, 192).parts == 1
+    assert [Config.default(rows, 192).parts for rows in (1, 32, 128)] == [3, 3, 1]
 
 
 def test_what_the_kernel_takes():
