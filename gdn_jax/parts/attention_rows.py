@@ -16,10 +16,11 @@ from gdn_jax.shapes import accumulation_dtype
 
 def attention_rows(
     q: Float[Array, "B 1 H K"],
-    k: Float[Array, "B S Hkv K"],
-    v: Float[Array, "B S Hkv V"],
+    k: Float[Array, "R S Hkv K"],
+    v: Float[Array, "R S Hkv V"],
     length: Int[Array, " B"],
     *,
+    rows: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B 1 H V"]:
     """o_h = sum_{j < length} softmax_j(q_h . k_j / sqrt(K)) v_j in each row, with keys and values of its group.
@@ -32,6 +33,7 @@ def attention_rows(
       k, v: the cache of S slots. What the slots after `length` hold does not matter where the kernel runs; elsewhere
         it must be finite.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
+      rows: rows of a pool, which the kernel reads where they lie; None: k and v are those of the queries' rows.
       implementation: as for `parts.kernels.kernels_run`.
 
     Returns:
@@ -39,9 +41,12 @@ def attention_rows(
     """
     (B, _, H, K), N, length = q.shape, k.shape[2], jnp.maximum(length, 1)
     queries, cache = (q.reshape(B, N, H // N, K),), (k, v)
-    if _reason(queries, cache, implementation) is not None:
-        return attend(q, k, v, causal=False, lengths=length)
-    return _rows(K**-0.5, queries, cache, length).reshape(B, 1, H, -1)
+    if _reason(queries, cache, implementation) is None:
+        return _rows(K**-0.5, queries, cache, length, rows).reshape(B, 1, H, -1)
+    if rows is not None:
+        known = (jnp.arange(k.shape[1]) < length[:, None])[..., None, None]  # other slots may hold NaN
+        k, v = (jnp.where(known, x[rows], 0) for x in (k, v))
+    return attend(q, k, v, causal=False, lengths=length)
 
 
 def latent_rows(
@@ -71,7 +76,7 @@ def latent_rows(
     """
     queries, cache = (q[:, None], r[:, None]), (c[:, :, None], k[:, :, None])
     by_kernel = _reason(queries, cache, implementation) is None
-    return (_rows if by_kernel else _plain)(scale, queries, cache, jnp.maximum(length, 1))[:, 0]
+    return (_rows if by_kernel else _plain)(scale, queries, cache, jnp.maximum(length, 1), None)[:, 0]
 
 
 def _reason(queries: Sequence[Any], cache: Sequence[Any], implementation: str | None) -> str | None:
@@ -85,8 +90,9 @@ def _reason(queries: Sequence[Any], cache: Sequence[Any], implementation: str | 
     return kernel.check_supported(queries, cache)
 
 
-def _plain(scale: float, queries, cache, length):
+def _plain(scale: float, queries, cache, length, rows):
     """The operation in plain JAX, which is its derivative's, too."""
+    cache = cache if rows is None else [x[rows] for x in cache]
     dtype, seen = queries[0].dtype, jnp.arange(cache[0].shape[1]) < length[:, None]
     # A weight of 0 is not enough: other slots may hold NaN, of a request before this one.
     cache = [jnp.where(seen[..., None, None], x, 0) for x in cache]
@@ -111,16 +117,17 @@ def _by_kernel(scale: float, *args):
     return attention_rows(*args, scale=scale)
 
 
-def _forward(scale: float, queries, cache, length):
-    operands = ("b h . .",) * len(queries), ("b . h .",) * len(cache), "b"
+def _forward(scale: float, queries, cache, length, rows):
+    of_cache = "b . h ." if rows is None else ". . h ."
+    operands = ("b h . .",) * len(queries), (of_cache,) * len(cache), "b", "b"
     sizes = {"b": length.shape[0], "h": cache[0].shape[2]}
-    args = queries, cache, length
+    args = queries, cache, length, rows
     return run(_by_kernel, scale, args, operands, "b h . .", sizes), args
 
 
 def _backward(scale: float, saved, do):
-    queries, cache, length = saved
-    return *jax.vjp(partial(_plain, scale, length=length), queries, cache)[1](do), None
+    queries, cache, length, rows = saved
+    return *jax.vjp(partial(_plain, scale, length=length, rows=rows), queries, cache)[1](do), None, None
 
 
 _rows = fused_op(_forward, _backward)

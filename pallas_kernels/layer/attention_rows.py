@@ -7,9 +7,10 @@ the query heads are their N: a tile gives the scores of all of them, and then it
 stay in registers. In latent attention one key head has all query heads, its keys lie in two arrays, [c | k], and its
 values are c, which is read once for both.
 
-Inputs (GMEM): queries [B, N, G, K_i] of each array of keys; the cache, arrays [B, S, N W_i], bfloat16 or float16,
+Inputs (GMEM): queries [B, N, G, K_i] of each array of keys; the cache, arrays [R, S, N W_i], bfloat16 or float16,
 all of one dtype: first keys, then values, or none, where these are the first keys; length [B] int32, tokens of each
-row, at least 1: what the slots after them hold does not matter. Outputs (GMEM), for each part of a row's tokens:
+row, at least 1: what the slots after them hold does not matter; where the cache is a pool, its row for each of the
+queries', [B] int32. Outputs (GMEM), for each part of a row's tokens:
 o [B, N, parts, G, V], not divided by the sum of its weights; maxima and sums [B, N, parts, G], float32, of scores in
 base 2.
 Grid: persistent, one CTA on each multiprocessor. An item is a part of a row's tiles of tokens, of one key head. A CTA
@@ -144,6 +145,9 @@ class _Place(NamedTuple):
     """An item: the part of a row's tokens that one key head reads."""
 
     row: Any
+    """Its row of the queries."""
+    cached: Any
+    """Its row of the cache."""
     head: Any
     part: Any
     length: Any
@@ -175,9 +179,9 @@ class _Cta:
             row, head = lax.div(row, jnp.int32(self.N)), lax.rem(row, jnp.int32(self.N))
         length = jnp.minimum(self.gmem.length[row], self.gmem.x0.shape[1])
         tiles = lax.div(length + (TOKENS - 1), jnp.int32(TOKENS))
-        return _Place(
-            row, head, part, length, lax.div(tiles * part, parts), lax.div(tiles * (part + 1), parts)
-        )
+        cached = row if self.gmem.rows is None else self.gmem.rows[row]
+        begin, end = lax.div(tiles * part, parts), lax.div(tiles * (part + 1), parts)
+        return _Place(row, cached, head, part, length, begin, end)
 
     def walk(self, item: Any) -> None:
         """item(i, first) for all items of this CTA, with the number of the item's first slot."""
@@ -207,9 +211,8 @@ def _load(cta: _Cta) -> None:
                 slot, barrier = cta.ring.free(first + (t - own.begin) * cta.count + n)
                 x = cta.cache[array]
                 begin = own.head * (x.shape[2] // cta.N) + column
-                plgpu.copy_gmem_to_smem(
-                    x.at[own.row, tokens, pl.ds(begin, PIECE)], smem.tiles.at[slot], barrier
-                )
+                source = x.at[own.cached, tokens, pl.ds(begin, PIECE)]
+                plgpu.copy_gmem_to_smem(source, smem.tiles.at[slot], barrier)
             return ()
 
         lax.fori_loop(own.begin, own.end, tile, ())
@@ -289,8 +292,9 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
 
 def attention_rows(
     queries: Sequence[Float[Array, "B N G _"]],
-    cache: Sequence[Float[Array, "B S N _"]],
+    cache: Sequence[Float[Array, "R S N _"]],
     length: Int[Array, " B"],
+    rows: Int[Array, " B"] | None = None,
     *,
     scale: float,
     config: Config | None = None,
@@ -302,6 +306,7 @@ def attention_rows(
       queries: of G heads of each key head, for every array of keys.
       cache: the arrays of keys, then that of values; none of those where the first keys are values too.
       length: tokens of each row, at least 1; more than there are slots count as all slots.
+      rows: rows of the cache, of which there may be others; None: the first one for the first queries, and so on.
       scale: factor of the scores.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
@@ -309,13 +314,14 @@ def attention_rows(
     Returns:
       o in the queries' dtype.
     """
-    B, S, N, _ = cache[0].shape
+    (B, N, *_), S = queries[0].shape, cache[0].shape[1]
     config = config or Config.default(B * N, S)
-    return compiled(_run, interpret, static=3)(config, scale, interpret, tuple(queries), tuple(cache), length)
+    arrays = tuple(queries), tuple(cache), length, rows
+    return compiled(_run, interpret, static=3)(config, scale, interpret, *arrays)
 
 
-def _run(config, scale, interpret, queries, cache, length):
-    (B, N, G, _), S, wide = queries[0].shape, cache[0].shape[1], jnp.float32
+def _run(config, scale, interpret, queries, cache, length, rows):
+    (B, N, G, _), (R, S, *_), wide = queries[0].shape, cache[0].shape, jnp.float32
     pieces, dtype, heads = Pieces.of(queries, cache), queries[0].dtype, _whole(G)
     memory = _memory(config, heads, pieces, dtype)
     assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
@@ -328,8 +334,9 @@ def _run(config, scale, interpret, queries, cache, length):
         ),
         inputs={
             **{f"q{i}": q for i, q in enumerate(filled)},
-            **{f"x{i}": x.reshape(B, S, -1) for i, x in enumerate(cache)},
+            **{f"x{i}": x.reshape(R, S, -1) for i, x in enumerate(cache)},
             "length": length,
+            "rows": rows,
         },
         outputs={
             "o": jax.ShapeDtypeStruct((*of_parts, len(pieces.values) * PIECE), wide),

@@ -88,6 +88,22 @@ def test_rows_meet_their_caches(kind, lengths, S, config, monkeypatch):
         close(np.asarray(y, np.float64), x, "gradient", 6, dtype="bfloat16")
 
 
+def test_rows_of_a_pool(monkeypatch):
+    """The kernel reads the rows of a pool where they lie; other rows, and slots after the tokens, hold NaN."""
+    calls = layer_kernels.interpret(monkeypatch)
+    monkeypatch.setattr(Config, "default", classmethod(lambda *_: Config(2, 5, ctas=2)))
+    q, k, v, length, want = grouped((70, 3), 72)
+    pools = [np.full((4, *x.shape[1:]), np.nan, x.dtype) for x in (k, v)]
+    for pool, x in zip(pools, (k, v), strict=True):
+        pool[[3, 1]] = x
+
+    rows = put([3, 1], jnp.int32)
+    plain = jax.jit(partial(fused.attention_rows, implementation="chunked"))
+    for op in (fused.attention_rows, plain):
+        close(want, op(q, *map(jax.device_put, pools), length, rows=rows), "o", 2, dtype="bfloat16")
+    assert calls == {"attention_rows": 1}
+
+
 def test_parts_fill_the_multiprocessors():
     """A row has all of them, 128 rows have one each, and a short cache is in as many parts as it has tiles."""
     assert [Config.default(rows, 32768).parts for rows in (1, 32, 128)] == [132, 4, 1]
