@@ -207,7 +207,7 @@ def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
     inside = (targets >= 0) & (targets < weight.shape[0])
     a = label_weights.astype(dtype)
     a = jnp.where(inside | (a == 0), a, jnp.nan)
-    by_kernel = gradients and _takes_kernel(implementation, x, weight)
+    by_kernel = gradients and _takes(implementation, x, weight)
     softmax = (_by_kernel if by_kernel else _by_xla)(x, weight, jnp.where(inside, targets, 0))
     # Not lse - of_target: their difference would lose the digits of the nats of a sure prediction.
     nats = jnp.log(softmax.total) + (softmax.largest - softmax.of_target)
@@ -265,14 +265,14 @@ def _by_xla(x, weight, targets) -> _Softmax:
     return _Softmax(largest, best, total, at(targets), times)
 
 
-def _takes_kernel(implementation, x, weight) -> bool:
+def _takes(implementation, x, weight) -> bool:
     from pallas_kernels.layer import cross_entropy, logit_cotangents
 
     exponentials = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
     reason = cross_entropy.check_supported(x, weight.shape[0]) or logit_cotangents.check_supported(
         exponentials
     )
-    return usable("the loss", implementation, reason, cross_entropy)
+    return usable(implementation, cross_entropy, part="the loss", reason=reason)
 
 
 def _by_kernel(x, weight, targets) -> _Softmax:

@@ -125,7 +125,7 @@ def hopper(monkeypatch):
     """Public calls believe that there is a GPU, and lower for it."""
     from pallas_kernels.device import launch
 
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
 
 
 @pytest.fixture

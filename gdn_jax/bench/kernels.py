@@ -19,7 +19,7 @@ from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct
 from gdn_jax.shapes import RuleArrays
-from gdn_jax.training.kernels import no_kernels
+from gdn_jax.training.kernels import device_reason
 from pallas_kernels.backward import rule as backward
 from pallas_kernels.forward import rule as forward_rule
 
@@ -87,7 +87,7 @@ class KernelBenchmark(Benchmark):
     def check(self) -> None:
         """See `Benchmark.check`."""
         super().check()
-        if reason := no_kernels():
+        if reason := device_reason():
             fail("variants", f"a device for the kernels ({reason})", " ".join(self.variants))
         for what in self.passes:
             for name in self.variants:

@@ -29,7 +29,7 @@ from gdn_jax.bench.model_parts import NARROW, WIDE, Part, Product, parts, produc
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Positive
-from gdn_jax.training.kernels import no_kernels
+from gdn_jax.training.kernels import device_reason
 from gdn_jax.training.peak import BANDWIDTH, of_device
 from gdn_jax.training.steps import compiler_flags
 
@@ -99,7 +99,7 @@ class PartsBenchmark(Benchmark):
 
     def timing(self, call: Callable[[], Any], kernels: str = "") -> Timing:
         """Times a call by its kernels, of such names; as a whole and by the clock where there are none."""
-        if no_kernels():
+        if device_reason():
             return measure.by_clock(call, self.repeats, self.calls)
         return measure.by_device(call, self.repeats, kernels)
 

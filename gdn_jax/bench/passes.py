@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax import delta_rule, gated_delta_rule, supported_implementations
+import gdn_jax
+from gdn_jax import delta_rule, gated_delta_rule
 from gdn_jax.bench import measure
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.benchmark import Result, wrong
@@ -19,7 +20,7 @@ from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.commands.errors import one_line
-from gdn_jax.training.kernels import no_kernels
+from gdn_jax.training.kernels import device_reason
 
 Implementation = Literal["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -99,11 +100,11 @@ def named(what: str, results: tuple) -> dict[str, Any]:
     return dict(zip(names, (*first, last), strict=True))
 
 
-def supported(x: Inputs, cu_seqlens: jax.Array | None) -> dict[str, str | None]:
+def supported_implementations(x: Inputs, cu_seqlens: jax.Array | None) -> dict[str, str | None]:
     """Why each implementation cannot run a call on these inputs; None where it can."""
     options = dict(initial_state=x.initial_state, cu_seqlens=cu_seqlens)
     if x.g.ndim == 3:
-        return supported_implementations(*x.tokens, **options)
+        return gdn_jax.supported_implementations(*x.tokens, **options)
     reasons: dict[str, str | None] = {}
     for name in IMPLEMENTATIONS:
         try:
@@ -216,7 +217,7 @@ class Problem:
 
         Published times and the floor are those of Hopper: another GPU has neither.
         """
-        another_gpu = measure.on_gpu() and no_kernels() is not None
+        another_gpu = measure.on_gpu() and device_reason() is not None
         published = {} if another_gpu else self.row.times
         known = [(ms, name) for name, ms in published.items()]
         known += [(timing.ms, f"{name} (here)") for name, timing in peers.items()]

@@ -228,7 +228,7 @@ IN_LAYERS = {peer.name: peer for peer in PEERS if isinstance(peer, JaxPeer) and 
 """Libraries whose rule a layer of this one can have."""
 
 
-def missing(peer: Peer | JaxPeer) -> str | None:
+def reason(peer: Peer | JaxPeer) -> str | None:
     """Why a peer cannot be timed here; None if it can."""
     absent = [module for module in peer.modules if importlib.util.find_spec(module) is None]
     if absent:

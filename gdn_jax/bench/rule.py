@@ -20,7 +20,7 @@ from gdn_jax.bench.passes import IMPLEMENTATIONS, PLAIN, Implementation, Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.fields import Distinct, Positive, Repeated
-from gdn_jax.training.kernels import no_kernels, rule_implementation
+from gdn_jax.training.kernels import device_reason, rule_implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RuleBenchmark(Benchmark):
         super().check()
         if self.rows and not self.is_table:
             fail("rows", "no --heads, --lengths, --width or --dtype with it", " ".join(self.rows))
-        if self.rows and not on_gpu() and (reason := no_kernels()):
+        if self.rows and not on_gpu() and (reason := device_reason()):
             fail("rows", f"a GPU ({reason})", " ".join(self.rows))
         Hk, HV = self.heads or (4, 4)
         if HV % Hk:
@@ -72,7 +72,7 @@ class RuleBenchmark(Benchmark):
 
     def plan(self) -> tuple[list[tuple[Row, str]], str, tuple[str, ...]]:
         """Rows with their passes, the dtype and the implementations."""
-        of_channels = "chunked" if no_kernels() else "mosaic_gpu"
+        of_channels = "chunked" if device_reason() else "mosaic_gpu"
         fastest = rule_implementation() if self.gates == ("head",) else of_channels
         if self.is_table and (self.rows or fastest not in PLAIN):
             rows = bench_rows.table_rows(self.rows, self.passes, self.gates)
@@ -91,7 +91,7 @@ class RuleBenchmark(Benchmark):
         """A case for each row and pass."""
         rows, dtype, implementations = self.plan()
         for peer in peers.PEERS if self.peers and dtype != "float32" else ():
-            if {*peer.gates} & {*self.gates} and (why := peers.missing(peer)):
+            if {*peer.gates} & {*self.gates} and (why := peers.reason(peer)):
                 note(f"{peer.name}: {why}")
         for row, what in rows:
             run = partial(self.time_row, row, what, dtype, implementations, note)
@@ -102,7 +102,7 @@ class RuleBenchmark(Benchmark):
     ) -> Iterator[Result]:
         """Checks and times every implementation and other library on one row."""
         problem = Problem(row, what, dtype, self.seed)
-        supported = passes.supported(problem.x, problem.cu_seqlens)
+        supported = passes.supported_implementations(problem.x, problem.cu_seqlens)
         for name in implementations:
             if supported[name] is not None:
                 note(f"{row.name}: {name} cannot run: {supported[name]}")
@@ -118,7 +118,7 @@ class RuleBenchmark(Benchmark):
         """Times of the other libraries that are installed and right."""
         row, measured = problem.row, {}
         for peer in peers.PEERS:
-            if peers.missing(peer) or not peer.takes(row):
+            if peers.reason(peer) or not peer.takes(row):
                 continue
             if problem.what != "forward" and not peer.has_backward:
                 continue

@@ -102,7 +102,7 @@ class StepBenchmark(Benchmark):
                 fail("lengths", f"divisors of --tokens {self.tokens}", length)
         config = self.config()
         for name in self.peers:
-            if why := peers.missing(peers.IN_LAYERS[name]):
+            if why := peers.reason(peers.IN_LAYERS[name]):
                 fail("peers", "libraries that can be timed here", f"{name}: {why}")
             if config.rule != "gated_delta" or config.mixer.name != "gated_delta_net":
                 fail("peers", "none but for layers with the gated delta rule", name)

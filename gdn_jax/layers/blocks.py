@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
 from gdn_jax.parts import eight_bits
-from gdn_jax.parts.kernels import FEW_ROWS, kernels_run
+from gdn_jax.parts.kernels import FEW_ROWS, usable
 from gdn_jax.parts.norms import add_norm
 from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
 from gdn_jax.parts.swiglu import gated
@@ -177,7 +177,7 @@ class RMSNorm(nnx.Module):
         """
         scale, dtype = self.scale(jnp.float32), self.dtype or x.dtype
         folded = [scale[:, None] * weight for weight in projections]
-        if not eight_bits.takes_norm(product, x, folded, dtype, self.implementation):
+        if not eight_bits.takes(product, x, folded, dtype, self.implementation):
             return *self._add(x, y, None), folded
         y = y if y is None or isinstance(y, Addend) else whole(y, x)
         return *eight_bits.add_norm(product, x, y, eps=self.eps, dtype=dtype), folded
@@ -232,7 +232,7 @@ class SwiGLU(nnx.Module):
         self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Addend]:
         """See `from_stream`: for more than a few rows the projections take over the norm's scale."""
-        if not (is_one_product(x, (self.gate_proj, self.up_proj)) and kernels_run(self.implementation)):
+        if not (is_one_product(x, (self.gate_proj, self.up_proj)) and usable(self.implementation)):
             return normalise_first(self, norm, x, y)
         product = self.gate_proj.dot_general
         x, normalized, branches = norm.add_folded(x, y, *self._branches(), product=product)
@@ -290,7 +290,7 @@ class ProjectionOfGroup(nnx.Module):
         self.bias = linear.bias
 
     @property
-    def is_whole(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether the group is this projection alone, without a bias."""
         return self.bias is None and (self.start, self.stop) == (0, self.group.weight.shape[0])
 

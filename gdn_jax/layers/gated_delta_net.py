@@ -23,7 +23,8 @@ from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at
 from gdn_jax.layers.options import check_sizes
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
 from gdn_jax.layers.single_token import in_one_kernel
-from gdn_jax.parts import mixer, token
+from gdn_jax.parts import mixer, token, token_step
+from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.products import Addend
 from gdn_jax.parts.short_conv import KeyHeads, split_normalized
@@ -237,7 +238,7 @@ class GatedDeltaNet(RecurrentMixer):
         rule, product = self._rule(), self.q_proj.dot_general
         sizes = mixer.Mixer(*heads, self.o_norm.eps, self.allow_neg_eigval, dtype, rule, product)
         filters, bias = self.conv_weight[...], self.b_proj.bias
-        if not mixer.has_kernels(sizes, x, filters, self.implementation):
+        if not mixer.takes(sizes, x, filters, self.implementation):
             return None
         parameters = filters, self.A_log[...], self.dt_bias[...], None if bias is None else bias[...]
         inputs, norm = mixer.side_by_side(sizes, before, gate), self.o_norm.scale(jnp.float32)
@@ -248,10 +249,10 @@ class GatedDeltaNet(RecurrentMixer):
         if x.shape[1] > 1 or self.rule != GATED_DELTA:
             return None
         group, doubled = self._group(), self.allow_neg_eigval
-        if self.conv_weight is not None and token.is_whole(x, *cache):
+        if self.conv_weight is not None and is_whole(x, *cache):
             first = 0 if group is None else self.conv_dim
             heads = token.Heads(self.num_heads, first, first + self.num_v_heads)
-            if token.has_kernels(jax.eval_shape(self._token, x, cache), heads, self.implementation):
+            if token.takes(jax.eval_shape(self._token, x, cache), heads, self.implementation):
                 arrays = self._token(x, cache)
                 o, *after = token.mix_token(arrays, heads, allow_neg_eigval=doubled)
                 o = o[:, None]
@@ -260,10 +261,10 @@ class GatedDeltaNet(RecurrentMixer):
                     return self._gated_output_of_channels(o, channels), GatedDeltaNetCache(*after)
                 return self.rule_output(o, x), GatedDeltaNetCache(*after)
         *shapes, _ = jax.eval_shape(self._step_inputs, x, cache.conv)
-        if not token.has_kernel(*shapes, state=cache.state, implementation=self.implementation):
+        if not token_step.takes(*shapes, state=cache.state, implementation=self.implementation):
             return None
         *inputs, conv = self._step_inputs(x, cache.conv)
-        o, state = token.token_step(*inputs, state=cache.state, allow_neg_eigval=doubled)
+        o, state = token_step.token_step(*inputs, state=cache.state, allow_neg_eigval=doubled)
         return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
 
     def _group(self) -> blocks.ProjectionGroup | None:
@@ -296,7 +297,7 @@ class GatedDeltaNet(RecurrentMixer):
         return token.Token(channels[:, 0], gates[:, 0], *parameters, *cache)
 
     def _step_inputs(self, x, past):
-        """Arrays that `parts.token.token_step` takes before the states, and the new convolution state."""
+        """Arrays that `parts.token_step` takes before the states, and the new convolution state."""
         qkv, a, b = self.project(x)
         y, past = self._convolve_token(qkv, past, None)
         q, k, v = split_normalized(y[:, 0], self.num_heads, self.head_dim, normalize=False)

@@ -16,11 +16,10 @@ from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelMixer
 from gdn_jax.layers.mixer import MixerConfig
 from gdn_jax.layers.recurrent import RecurrentCache
 from gdn_jax.layers.single_token import in_one_kernel
-from gdn_jax.parts import channel_token
+from gdn_jax.parts import channel_token, row_product
 from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.products import Addend, array_of
-from gdn_jax.parts.row_product import stream_product, takes_stream
-from gdn_jax.parts.token import is_whole
 from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Convolution
 from gdn_jax.styles import ROSE, WINE, Style
@@ -95,9 +94,9 @@ class KimiDeltaAttention(ChannelDecayMixer):
         group = self._joined().product if self.token_gates() is not None else None
         if group is not None and cache is not None and mask is None and segment_ids is None:
             weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
-            if takes_stream(x, weight, self.implementation, convolution) and is_whole(*cache):
+            if row_product.takes(x, weight, self.implementation, convolution) and is_whole(*cache):
                 static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
-                after, _, channels, conv = stream_product(
+                after, _, channels, conv = row_product.stream_product(
                     x, array_of(y), norm.scale(jnp.float32), weight, convolution, **static
                 )
                 assert conv is not None
@@ -146,7 +145,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         weight, bias = (None, None) if x is None else self.filters()
         inputs, parameters = (channels[:, 0], f[:, 0], b[:, 0]), (A_log, self.dt_bias[...])
         token = channel_token.ChannelToken(*inputs, weight, bias, *parameters, *cache)
-        if not channel_token.has_kernels(token, gates, self.implementation):
+        if not channel_token.takes(token, gates, self.implementation):
             return None
         o, *after = channel_token.mix_channel_token(token, gates)
         o, cache = o[:, None], RecurrentCache(*after)

@@ -24,12 +24,11 @@ from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm
 from gdn_jax.layers.options import check_sizes, value_width
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
-from gdn_jax.parts import delta_layer
+from gdn_jax.parts import delta_layer, heads_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.conv import causal_conv1d_update
 from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import PLAIN
-from gdn_jax.parts.row_product import heads_product, takes_heads
 from gdn_jax.parts.short_conv import KeyHeads, split_normalized
 from gdn_jax.shapes import accumulation_dtype, check_array, check_type
 
@@ -366,11 +365,11 @@ class RecurrentMixer(nnx.Module):
     ) -> Float[Array, "B 1 D"]:
         """`_gated_output` of a token whose gates are the last of some channels, where they lie."""
         weight, row, last = self.o_norm.scale(jnp.float32), o.reshape(-1, o.shape[-1]), self.o_proj
-        if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_whole:
+        if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
             matrix = last.group.weight[...]
-            if takes_heads(row, channels.shape[-1], matrix, self.implementation):
+            if heads_product.takes(row, channels.shape[-1], matrix, self.implementation):
                 static: Any = dict(eps=self.o_norm.eps, activation=self.activation, ahead=read_ahead(self, 2))
-                return heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
+                return heads_product.heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
         return self._gated_output(partial(gated_norm_of_channels, activation=self.activation), o, channels)
 
     def _by_kernels(self, x, cache, segment_ids, return_cache) -> Any:

@@ -38,7 +38,7 @@ def in_one_kernel(
     group = group_of((mixer.q_proj, mixer.k_proj, mixer.v_proj))
     if cache is None or gates is None or any(option is not None for option in packing.values()):
         return None
-    if group is None or not isinstance(last, ProjectionOfGroup) or not last.is_whole:
+    if group is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
         return None
     layer = delta_layer.Layer(
         norm=norm.scale(jnp.float32),
@@ -50,7 +50,7 @@ def in_one_kernel(
         output_norm=mixer.o_norm.scale(jnp.float32),
         output=last.group.weight[...],
     )
-    if not delta_layer.takes_stream(x, layer, gates, mixer.implementation):
+    if not delta_layer.takes(x, layer, gates, mixer.implementation):
         return None
     options = delta_layer.Options(norm.eps, mixer.o_norm.eps, mixer.activation)
     arrays = x, array_of(y), layer

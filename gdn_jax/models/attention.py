@@ -79,7 +79,7 @@ class Attention(nnx.Module):
       config: heads and variants.
       norm_eps, zero_centred_norms: of the norms of q and k, see `RMSNorm`.
       dtype, param_dtype: compute and parameter dtype.
-      implementation: of a token over the cache, as for `parts.kernels.kernels_run`.
+      implementation: of a token over the cache, as for `parts.kernels.usable`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
       rngs: source of the initial weights.
 

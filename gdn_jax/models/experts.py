@@ -10,7 +10,7 @@ from gdn_jax.layers.blocks import Initializer, NoDecayParam, SwiGLU
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.parts import experts as fused_experts
 from gdn_jax.parts.experts import FEW, SharedExpert, mixture, row_mixture
-from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.kernels import usable
 from gdn_jax.parts.products import PLAIN
 from gdn_jax.parts.routing import choose, largest
 from gdn_jax.parts.unsummed import Parts
@@ -122,7 +122,7 @@ class Experts(nnx.Module):
             assert self.router_bias is not None
             return choose(scores, self.router_bias[...], choice, implementation=self.implementation)
         # Largest scores are found by counting on a GPU, where a sort is many kernels.
-        counts = few and kernels_run(self.implementation)
+        counts = few and usable(self.implementation)
         weights, chosen = largest(jax.nn.softmax(scores, axis=-1), c.per_token, counts)
         if c.normalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -146,7 +146,7 @@ class Experts(nnx.Module):
             return None
         shared = SharedExpert(*(linear.kernel[...].astype(rows.dtype) for linear in linears))
         gate_up = self.gate_up[...]
-        return shared if fused_experts.takes_row(rows, gate_up, shared, self.implementation) else None
+        return shared if fused_experts.takes(rows, gate_up, shared, self.implementation) else None
 
 
 def _dot(x, weight, precision=None):

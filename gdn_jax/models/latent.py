@@ -33,7 +33,7 @@ class LatentAttention(Attention):
       hidden_size: width of x and y.
       config: heads and variants.
       dtype, param_dtype: compute and parameter dtype.
-      implementation: of the products of one row, as for `parts.kernels.kernels_run`.
+      implementation: of the products of one row, as for `parts.kernels.usable`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
       rngs: source of the initial weights.
 

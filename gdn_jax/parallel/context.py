@@ -143,7 +143,7 @@ def _split(
         raise ArgumentError("by", "'states' or 'heads'", repr(by))
     how: dict[str, Any] = dict(axis_name=axis_name, scale=scale, state_layout=call.state_layout)
     if by == "heads":
-        if reason := exchange.reason_against(dims, devices):
+        if reason := exchange.reason(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
         options = dict(use_qk_l2norm=call.use_qk_l2norm, chunk_size=call.chunk_size)
         rule = partial(_of_gates, call.is_beta)

@@ -47,7 +47,7 @@ def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> int:
     return 2 * one_way * (devices - 1) // devices
 
 
-def reason_against(dims: Dims, devices: int) -> str | None:
+def reason(dims: Dims, devices: int) -> str | None:
     """Returns the reason why heads cannot be exchanged; None if they can.
 
     Args:
@@ -65,7 +65,7 @@ def pays(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> bool:
     Args:
       dims, itemsize, devices, gates: as for `sent_bytes`.
     """
-    if reason_against(dims, devices) is not None:
+    if reason(dims, devices) is not None:
         return False
     return sent_bytes(dims, itemsize, devices, gates) <= STEP_BYTES * steps(devices)
 

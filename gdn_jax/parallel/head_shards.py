@@ -165,9 +165,8 @@ def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementati
         return None
     shard = jax.ShapeDtypeStruct((B, T // sizes[CONTEXT], D // parts), xs[0].dtype)
     filters = jax.ShapeDtypeStruct((D // parts, weights[0].shape[1]), weights[0].dtype)
-    if not usable(
-        "the short convolution", implementation, kernel.check_supported(shard, filters, heads // parts, width)
-    ):
+    reason = kernel.check_supported(shard, filters, heads // parts, width)
+    if not usable(implementation, part="the short convolution", reason=reason):
         return None
     how = (heads // parts, width, normalize, sizes[CONTEXT] > 1)
     return _kernel_over_tokens(ShardAxes(rows, HEAD), how, tuple(xs), tuple(weights), ids)

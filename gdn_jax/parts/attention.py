@@ -43,7 +43,7 @@ def attend(
     """
     K, V, dtype = q.shape[-1], v.shape[-1], q.dtype
     q, k, v = (_widened(x, max(K, V)) for x in (q, k, v))
-    by_cudnn = takes_cudnn(q, k, visible)
+    by_cudnn = takes(q, k, visible)
     if dtype == jnp.float16 and not by_cudnn:  # XLA has no such products on a CPU
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     o = jax.nn.dot_product_attention(
@@ -68,7 +68,7 @@ def _scale(K: int, layer: int) -> float:
     return (1 + layer * 2.0**-40) / math.sqrt(K)
 
 
-def takes_cudnn(
+def takes(
     q: Float[Array, "B T H D"], k: Float[Array, "B S Hkv D"], visible: Bool[Array, "B 1 T S"] | None
 ) -> bool:
     """Whether cuDNN takes such queries and keys on the present device; see `attend`."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.partitioning import lie_on_explicit_axes
 from gdn_jax.parts.attention import attend
-from gdn_jax.parts.kernels import fused_op, kernels_run, run
+from gdn_jax.parts.kernels import fused_op, run, usable
 from gdn_jax.shapes import accumulation_dtype
 
 
@@ -34,7 +34,7 @@ def attention_rows(
         it must be finite.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
       rows: rows of a pool, which the kernel reads where they lie; None: k and v are those of the queries' rows.
-      implementation: as for `parts.kernels.kernels_run`.
+      implementation: as for `parts.kernels.usable`.
 
     Returns:
       o in q's dtype. Numerics: scores and softmax in float32, weights rounded to v's dtype.
@@ -69,7 +69,7 @@ def latent_rows(
       c, k: the cache of S slots, of q's dtype. What the slots after `length` hold does not matter.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
       scale: factor of the scores.
-      implementation: as for `parts.kernels.kernels_run`.
+      implementation: as for `parts.kernels.usable`.
 
     Returns:
       o in q's dtype. Numerics: scores and softmax in float32 (float64 of such arrays), weights rounded to c's dtype.
@@ -83,7 +83,7 @@ def _reason(queries: Sequence[Any], cache: Sequence[Any], implementation: str | 
     """Why the kernel does not take a call; None if it does."""
     from pallas_kernels.layer import attention_rows as kernel
 
-    if not kernels_run(implementation, kernel):
+    if not usable(implementation, kernel):
         return "kernels do not run here"
     if lie_on_explicit_axes(queries[0], cache[0]):
         return "arrays lie on explicit axes of a mesh"

@@ -71,12 +71,12 @@ class ChannelGates(NamedTuple):
         return o, state
 
 
-def has_kernels(token: ChannelToken, gates: ChannelGates, implementation: str | None) -> bool:
+def takes(token: ChannelToken, gates: ChannelGates, implementation: str | None) -> bool:
     """Whether the kernels take a call of `mix_channel_token`, from the shapes of its arrays.
 
     Args:
-      token: arrays for which `parts.token.is_whole` is true.
-      implementation: as for `parts.token.has_kernel`.
+      token: arrays for which `parts.kernels.is_whole` is true.
+      implementation: as for `parts.token_step.takes`.
     """
     from pallas_kernels.decode import conv_update, step
 
@@ -87,7 +87,8 @@ def has_kernels(token: ChannelToken, gates: ChannelGates, implementation: str | 
     reason = None
     if token.weight is not None:
         reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
-    return usable("the step of a token", implementation, reason or step.check_supported(q, q, v, token.state))
+    reason = reason or step.check_supported(q, q, v, token.state)
+    return usable(implementation, part="the step of a token", reason=reason)
 
 
 def mix_channel_token(
@@ -103,7 +104,7 @@ def mix_channel_token(
     differentiated once, in reverse.
 
     Args:
-      token: arrays for which `has_kernels` is true.
+      token: arrays for which `takes` is true.
       gates: heads and gates of the layer.
 
     Returns:

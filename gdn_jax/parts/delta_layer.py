@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.kernels import fused_op, kernels_run
-from gdn_jax.parts.row_product import Stream, plain_heads, plain_stream
-from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.heads_product import plain_heads
+from gdn_jax.parts.kernels import fused_op, is_whole, usable
+from gdn_jax.parts.row_product import Stream, plain_stream
 from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Convolution
 
@@ -78,10 +78,10 @@ def _places(layer: Layer, gates: Gates):
     return Places(0, H * K, 2 * H * K, decay, strength, layer.inputs.shape[0] - HV * V)
 
 
-def takes_stream(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: str | None) -> bool:
+def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: str | None) -> bool:
     """Whether `delta_layer` takes a stream and a layer: one row, on one device."""
     arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
-    if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(*arrays):
+    if x.size != x.shape[-1] or not usable(implementation) or not is_whole(*arrays):
         return False
     from pallas_kernels.token.delta_layer import check_supported
 
@@ -103,7 +103,7 @@ def delta_layer(
     differentiated once, in reverse.
 
     Args:
-      x: residual stream, for which `takes_stream` is true.
+      x: residual stream, for which `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       layer, gates, options: the layer.
       ahead: as for `row_product.stream_product`.

@@ -8,18 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.kernels import fused_op, kernels_run
-from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.kernels import fused_op, is_whole, usable
 from gdn_jax.parts.unsummed import Parts, addends
 
 Weight = Array | jax.ShapeDtypeStruct
 
 
-def takes_stream(x: Weight, gate_up: Weight, down: Weight, implementation: str | None) -> bool:
+def takes(x: Weight, gate_up: Weight, down: Weight, implementation: str | None) -> bool:
     """Whether `dense_stream` takes a stream [.., D], branches [2 F, D] and a projection down [F, D], or such shapes:
     one row, on one device."""
     arrays = [a for a in (x, gate_up, down) if isinstance(a, jax.Array)]
-    if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(*arrays):
+    if x.size != x.shape[-1] or not usable(implementation) or not is_whole(*arrays):
         return False
     from pallas_kernels.device.grid_barrier import most_ctas
     from pallas_kernels.layer.dense_stream import check_supported
@@ -45,7 +44,7 @@ def dense_stream(
     The result can be differentiated once, in reverse.
 
     Args:
-      x: residual stream, for which, with the weights, `takes_stream` is true.
+      x: residual stream, for which, with the weights, `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       norm: weight of the norm, float32.
       gate_up: rows of both branches, one branch after the other.

@@ -11,18 +11,17 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from gdn_jax.partitioning import expected_shards
-from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.kernels import fused_op, usable
 from gdn_jax.parts.norms import GatedNorm, plain_gated_norm
 from gdn_jax.parts.products import Addend, Float8, Operand, Prepared, array_of, sample, scale_of_sample
 
 
-def takes_norm(
+def takes(
     product: Any,
     x: Float[Array, "*S D"],
     weights: Sequence[Float[Array, "D F"]],
@@ -30,22 +29,17 @@ def takes_norm(
     implementation: str | None,
 ) -> bool:
     """Whether `add_norm` takes a stream x whose norm of a dtype is multiplied by weights alone, by a product."""
-    if not isinstance(product, Float8) or not kernels_run(implementation):
-        return False
-    return (expected_shards((x, *weights)) or 1) == 1 and takes_cotangent(x, dtype)
-
-
-def takes_cotangent(x: Float[Array, "*S D"] | jax.ShapeDtypeStruct, dtype: Any) -> bool:
-    """Whether the kernels take a stream x whose norm has a dtype, on one device."""
     from pallas_kernels.layer import norm_eight_bits as kernels
 
-    return kernels.check_supported(x, dtype) is None
+    if not isinstance(product, Float8) or not usable(implementation):
+        return False
+    return (expected_shards((x, *weights)) or 1) == 1 and kernels.check_supported(x, dtype) is None
 
 
 def add_norm(
     policy: Float8, x: Float[Array, "*S D"], y: Any, *, eps: float, dtype: Any
 ) -> tuple[Float[Array, "*S D"], Prepared]:
-    """`parts.norms.add_norm` without a weight, for a call that `takes_norm` accepts: the stream, and n `Prepared`.
+    """`parts.norms.add_norm` without a weight, for a call that `takes` accepts: the stream, and n `Prepared`.
 
     Args:
       policy: of the products that read n.
@@ -119,13 +113,6 @@ def _derivative(n, factors, ds, dn):
 _add_norm = fused_op(_forward, _backward, symbolic_zeros=True)
 
 
-def takes_gated_norm(o: Float[Array, "B T H V"] | jax.ShapeDtypeStruct) -> bool:
-    """Whether `gated_norm` takes outputs of the rule."""
-    from pallas_kernels.layer import gated_norm_eight_bits as kernels
-
-    return kernels.check_supported(o) is None
-
-
 def gated_norm(
     policy: Float8,
     options: GatedNorm,
@@ -133,7 +120,7 @@ def gated_norm(
     channels: Float[Array, "B T C"],
     weight: Float[Array, " V"],
 ) -> Operand:
-    """The gated norm of outputs that `takes_gated_norm` accepts, as an operand; without a derivative.
+    """The gated norm of outputs that its kernel accepts, as an operand; without a derivative.
 
     Args:
       channels: of which the last H V are the gates.

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.partitioning import expected_shards, lie_on_explicit_axes
-from gdn_jax.parts.kernels import fused_op, kernels_run, run, usable
-from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.kernels import fused_op, is_whole, run, usable
 from gdn_jax.parts.unsummed import Parts
 
 FEW = 128
@@ -39,7 +38,7 @@ def mixture(
       chosen: numbers of the experts, below E, those of a row all different.
       gate_up: both branches of every expert side by side.
       down: their projections down.
-      implementation: as for `parts.kernels.kernels_run`; "mosaic_gpu" warns where the kernels take no such arrays.
+      implementation: as for `parts.kernels.usable`; "mosaic_gpu" warns where the kernels take no such arrays.
 
     Returns:
       [N, D] float32 (float64 when a weight is). Numerics: the result of an expert is rounded to the dtype of rows, by
@@ -48,7 +47,8 @@ def mixture(
     from pallas_kernels.layer import expert_product
 
     gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
-    if usable("a mixture of experts", implementation, _reason(rows, gate_up, down), expert_product):
+    reason = _check_supported(rows, gate_up, down)
+    if usable(implementation, expert_product, part="a mixture of experts", reason=reason):
         return _mixture(None, rows, weights, chosen, gate_up, down)
     return plain_mixture(rows, weights, chosen, gate_up, down)
 
@@ -79,7 +79,7 @@ def _copied(rows, weights, chosen, gate_up, down):
     return jnp.sum(weights[..., None] * y, axis=1)
 
 
-def _reason(rows, gate_up, down) -> str | None:
+def _check_supported(rows, gate_up, down) -> str | None:
     """Why the kernels cannot take a call; None if they can."""
     from pallas_kernels.layer.expert_product import check_supported
 
@@ -276,7 +276,7 @@ class SharedExpert(NamedTuple):
     down: Float[Array, "S D"]
 
 
-def takes_row(
+def takes(
     rows: jax.Array | jax.ShapeDtypeStruct,
     gate_up: Float[Array, "E D F2"],
     shared: SharedExpert,
@@ -285,7 +285,7 @@ def takes_row(
     """Whether `row_mixture` takes a call, from its arrays or their shapes: one row in 16 bits, on one device."""
     from pallas_kernels.layer.expert_row import check_supported
 
-    if rows.shape[0] != 1 or not kernels_run(implementation):
+    if rows.shape[0] != 1 or not usable(implementation):
         return False
     arrays = gate_up, *shared, *((rows,) if isinstance(rows, jax.Array) else ())
     like = jax.ShapeDtypeStruct(gate_up.shape, rows.dtype)
@@ -303,7 +303,7 @@ def row_mixture(
 ) -> Parts:
     """`mixture` of one row and a shared expert, times its weight if it has one, by two kernels, in parts.
 
-    Args: those of `mixture`, for which `takes_row` is true. The result can be differentiated once, in reverse.
+    Args: those of `mixture`, for which `takes` is true. The result can be differentiated once, in reverse.
 
     Returns:
       The parts, float32. Numerics: nothing in between is rounded.

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AxisType
 
 from gdn_jax.partitioning import expected_shards, on_shards
 
@@ -28,7 +29,7 @@ def trusted(*, whole: bool = True) -> Iterator[None]:
     Pallas' interpreter cannot be split.
 
     Args:
-      whole: what `token.is_whole` says of all arrays.
+      whole: what `is_whole` says of all arrays.
     """
     token = _trusted.set(whole)
     try:
@@ -37,50 +38,54 @@ def trusted(*, whole: bool = True) -> Iterator[None]:
         _trusted.reset(token)
 
 
-def trusted_whole() -> bool | None:
-    """The argument of the context `trusted`; None outside."""
-    return _trusted.get()
+def device_reason(kernel: Any = None) -> str | None:
+    """Why JAX's default device cannot run a kernel, from its module; None if it can.
+
+    Args:
+      kernel: None: any of those around the rule but the ones by wgmma.
+    """
+    if _trusted.get() is not None:
+        return None
+    from pallas_kernels.device import launch
+    from pallas_kernels.device.needs import Needs
+
+    return launch.device_reason(Needs.TMA if kernel is None else kernel.NEEDS)
 
 
-def kernels_run(implementation: str | None, kernel: Any = None) -> bool:
-    """Whether kernels run on this device, for a caller that lets them.
+def usable(
+    implementation: str | None, kernel: Any = None, *, part: str | None = None, reason: str | None = None
+) -> bool:
+    """Whether kernels run on this device, for a caller that lets them and whose arguments they take.
 
     Args:
       implementation: that of the delta rule; "chunked" and "recurrent" never use a kernel.
-      kernel: module of the kernel that is meant, of whose `NEEDS` the device must have all; None: any of those around
-        the rule but the ones by wgmma.
-    """
-    return implementation in (None, "mosaic_gpu") and _device_reason(kernel) is None
-
-
-def _device_reason(kernel: Any) -> str | None:
-    if _trusted.get() is not None:
-        return None
-    from pallas_kernels.device.launch import kernel_reason
-    from pallas_kernels.device.needs import Needs
-
-    return kernel_reason(Needs.TMA if kernel is None else kernel.NEEDS)
-
-
-def usable(part: str, implementation: str | None, reason: str | None, kernel: Any = None) -> bool:
-    """Whether the kernels of a part take a call; warns where "mosaic_gpu" is named and they do not.
-
-    The name belongs to the rule, which has kernels for every shape. Not every part has: a part without them runs in
-    plain JAX beside the rule's kernels, and says so.
-
-    Args:
-      part: its name, for the warning.
-      implementation: as for `kernels_run`.
+      kernel: module of the kernel that is meant, see `device_reason`.
+      part: what runs in plain JAX beside the rule's kernels, which are there for every shape, where "mosaic_gpu" is
+        named and the part has none: a warning says so. None: there is no warning.
       reason: why the kernels cannot take the arguments; None if they can.
-      kernel: as for `kernels_run`.
     """
-    if reason is None and kernels_run(implementation, kernel):
+    if implementation in (None, "mosaic_gpu") and reason is None and device_reason(kernel) is None:
         return True
-    if implementation == "mosaic_gpu":
-        why = _device_reason(kernel) or reason
+    if implementation == "mosaic_gpu" and part is not None:
+        why = device_reason(kernel) or reason
         text = f"{part} runs in plain JAX beside the kernels of 'mosaic_gpu': {why}"
         warnings.warn(text, stacklevel=3)  # Python shows it once for each place and text
     return False
+
+
+def is_whole(*arrays: jax.Array) -> bool:
+    """Whether these arrays lie on one device, as a kernel of several kinds of heads side by side needs them.
+
+    Of such an array no device could have its own. Inside jax.shard_map these kernels run where JAX does not keep in
+    the types of arrays over which mesh axes they vary.
+    """
+    if (trusted := _trusted.get()) is not None:
+        return trusted
+    types = [jax.typeof(x) for x in arrays]
+    is_typed = any(
+        x.manual_axis_type.varying or AxisType.Explicit in x.sharding.mesh.axis_types for x in types
+    )
+    return not is_typed and expected_shards(arrays) is None
 
 
 @jax.tree_util.register_static

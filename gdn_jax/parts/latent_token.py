@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.parts.kernels import fused_op, kernels_run
-from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.kernels import fused_op, is_whole, usable
 
 
 class Latents(NamedTuple):
@@ -46,9 +45,9 @@ class LatentToken(NamedTuple):
     """Tokens before this one."""
 
 
-def takes_token(token: LatentToken, latents: Latents, implementation: str | None) -> bool:
+def takes(token: LatentToken, latents: Latents, implementation: str | None) -> bool:
     """Whether `latent_token` takes a call: one row in 16 bits on one device, and no more slots than pay."""
-    if not kernels_run(implementation) or not is_whole(token.channels, token.k, token.v):
+    if not usable(implementation) or not is_whole(token.channels, token.k, token.v):
         return False
     from pallas_kernels.layer.latent_row import Places, check_supported
 
@@ -67,7 +66,7 @@ def latent_token(
     A loop that carries the cache has it changed where it lies. The result can be differentiated once, in reverse.
 
     Args:
-      token: arrays for which `takes_token` is true.
+      token: arrays for which `takes` is true.
       latents: what is static.
 
     Returns:

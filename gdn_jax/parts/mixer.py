@@ -23,9 +23,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.gates import log_decay, write_strength
+from gdn_jax.parts import products
 from gdn_jax.parts.conv import last_inputs, segment_starts
-from gdn_jax.parts.eight_bits import gated_norm, takes_cotangent, takes_gated_norm
-from gdn_jax.parts.kernels import fused_op, kernels_run
+from gdn_jax.parts.eight_bits import gated_norm
+from gdn_jax.parts.kernels import fused_op, usable
 from gdn_jax.parts.norms import GatedNorm, gated_norm_gradients, gated_norm_kernel
 from gdn_jax.parts.products import (
     PLAIN,
@@ -33,7 +34,6 @@ from gdn_jax.parts.products import (
     Prepared,
     array_of,
     backward_products,
-    by_kernel,
     by_rows,
     cotangent_operand,
     counter,
@@ -91,7 +91,7 @@ class Weights(NamedTuple):
     output: Float[Array, "F D"]
 
 
-def has_kernels(
+def takes(
     mixer: Mixer,
     x: Float[Array, "B T D"] | jax.ShapeDtypeStruct,
     filters: Float[Array, "conv_dim W"],
@@ -106,7 +106,7 @@ def has_kernels(
       mixer: the layer.
       x: its input, or the stream that the input is the norm of.
       filters: of the convolution.
-      implementation: as for `kernels.kernels_run`.
+      implementation: as for `parts.kernels.usable`.
     """
     from pallas_kernels.layer import gated_norm, short_conv
 
@@ -116,8 +116,8 @@ def has_kernels(
     c = jax.ShapeDtypeStruct((*x.shape[:2], mixer.channels), mixer.dtype)
     o = jax.ShapeDtypeStruct((*x.shape[:2], mixer.v_heads, mixer.v_width), mixer.dtype)
     reason = short_conv.check_supported(c, filters, mixer.keys.heads, mixer.keys.width)
-    reason = reason or gated_norm.check_supported(o) or gated_norm.check_gates(o, mixer.channels)
-    return reason is None and kernels_run(implementation)
+    reason = reason or gated_norm.check_supported(o, mixer.channels)
+    return reason is None and usable(implementation)
 
 
 def side_by_side(mixer: Mixer, before: Sequence[Array], gate: Float[Array, "D F"]) -> Float[Array, "D C"]:
@@ -146,7 +146,7 @@ def mix(
     The results can be differentiated once, in reverse.
 
     Args:
-      mixer: the layer, for which `has_kernels` is true.
+      mixer: the layer, for which `takes` is true.
       x: normalised inputs.
       weights: its parameters, used in the compute dtype but for the filters, gates and the norm.
       segment_ids: packed rows; nothing crosses a change of id.
@@ -160,20 +160,20 @@ def mix(
     c = times(mixer.product, inputs, weights.inputs.astype(mixer.dtype))
     _, *others, output = weights
     output = output.astype(mixer.dtype)
-    inside = mixer.product is PLAIN or (prepared and _projects_in_eight_bits(mixer, c, output))
+    inside = mixer.product is PLAIN
+    if prepared and not inside:  # where kernels make the operands of the projection down
+        from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits
+
+        o = jax.ShapeDtypeStruct((*c.shape[:2], mixer.v_heads, mixer.v_width), mixer.dtype)
+        stream = jax.ShapeDtypeStruct((*c.shape[:2], output.shape[1]), jnp.float32)
+        reason = gated_norm_eight_bits.check_supported(o)
+        reason = reason or norm_eight_bits.check_supported(stream, mixer.dtype)
+        inside = reason is None and products.takes(c[..., -len(output) :], output)  # of y's shape
     y, state = _mix(mixer, c, *others, output if inside else None, segment_ids, counter())
     if not inside:
         y = times(mixer.product, y.reshape(*y.shape[:2], -1), output)
     conv_state = last_inputs(c[..., : mixer.before], segment_ids, weights.filters.shape[1])
     return y, conv_state, state
-
-
-def _projects_in_eight_bits(mixer: Mixer, c, output) -> bool:
-    """Whether kernels make the operands of the projection down."""
-    o = jax.ShapeDtypeStruct((*c.shape[:2], mixer.v_heads, mixer.v_width), mixer.dtype)
-    stream = jax.ShapeDtypeStruct((*c.shape[:2], output.shape[1]), jnp.float32)
-    y = c[..., -len(output) :]  # of y's shape
-    return takes_gated_norm(o) and takes_cotangent(stream, mixer.dtype) and by_kernel(y, output)
 
 
 class _Saved(NamedTuple):

@@ -101,7 +101,7 @@ class Float8:
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"{name}: expected None, got {value}")
-        return _float8(self, by_kernel(x, w), x, None, w, counter())
+        return _float8(self, takes(x, w), x, None, w, counter())
 
 
 PRODUCTS: dict[str, Any] = {
@@ -120,7 +120,7 @@ def of_matrix(x: Any) -> Any:
 def times(product: Any, x: "Float[Array, '*S D'] | Prepared", w: Float[Array, "D F"]) -> Float[Array, "*S F"]:
     """x @ w by a product; of a `Prepared` x by a `Float8`."""
     if isinstance(x, Prepared):
-        kernel = by_kernel(x.value, w)
+        kernel = takes(x.value, w)
         return _float8(product, kernel, x.value, x.operand if kernel else None, w, counter())
     return product(x, w, of_matrix(x))
 
@@ -274,7 +274,7 @@ def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
     """Rows of tokens in 8 bits, with a scale by a sample of them.
 
     Args:
-      kernel: whether a kernel makes it, see `by_kernel`.
+      kernel: whether a kernel makes it, see `takes`.
     """
     scale = scale_of_sample(sample(x), len(x), dtype)
     if kernel:
@@ -287,15 +287,13 @@ def operand(x: Float[Array, "M D"], dtype: DTypeLike, kernel: bool) -> Operand:
     return Operand(rows, rows.T, saturated, scale)
 
 
-def by_kernel(x: Array, w: Array) -> bool:
+def takes(x: Array, w: Array) -> bool:
     """Whether a kernel makes the operands of x @ w and of its gradients on this device."""
-    from pallas_kernels.device.launch import kernel_reason
+    from pallas_kernels.device import launch
     from pallas_kernels.layer.eight_bits import NEEDS, check_supported
 
-    if (
-        kernel_reason(NEEDS) is not None or (expected_shards((x, w)) or 1) > 1
-    ):  # on a mesh XLA splits what it can see
-        return False
+    if launch.device_reason(NEEDS) is not None or (expected_shards((x, w)) or 1) > 1:
+        return False  # on a mesh XLA splits what it can see
     rows = math.prod(x.shape[:-1])
     return all(check_supported(jax.ShapeDtypeStruct((rows, n), x.dtype)) is None for n in w.shape)
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.parts.experts import FEW, SharedExpert, plain_row_mixture
-from gdn_jax.parts.kernels import fused_op, kernels_run, run
-from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.kernels import fused_op, is_whole, run, usable
 from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Choice
 
@@ -31,22 +30,19 @@ def choose(
       x: scores, float32.
       bias: what is added to sigmoids to choose by, float32.
       choice: how many, and from what.
-      implementation: as for `parts.kernels.kernels_run`.
+      implementation: as for `parts.kernels.usable`.
 
     Returns:
       Weights in x's dtype and numbers int32, the expert with the largest sum first, of equal ones the first, and
       before all those whose sum is NaN. The k numbers of a row differ.
     """
-    few = x.shape[0] <= FEW and kernels_run(implementation)
-    if few and x.dtype == bias.dtype == jnp.float32 and _reason(x, choice) is None:
-        return _choose(choice, x, bias)
-    return plain_choose(choice, x, bias, few)
-
-
-def _reason(x, choice: Choice) -> str | None:
     from pallas_kernels.layer import routing
 
-    return routing.check_supported(x.shape[1], choice)
+    few = x.shape[0] <= FEW and usable(implementation)
+    wide = x.dtype == bias.dtype == jnp.float32
+    if few and wide and routing.check_supported(x.shape[1], choice) is None:
+        return _choose(choice, x, bias)
+    return plain_choose(choice, x, bias, few)
 
 
 def plain_choose(choice: Choice, x, bias, counts: bool = False):
@@ -128,7 +124,7 @@ class _Static(NamedTuple):
     eps: float
 
 
-def takes_stream(
+def takes(
     x: Float[Array, "*S D"],
     router: Float[Array, "E D"],
     choice: Choice,
@@ -137,7 +133,7 @@ def takes_stream(
     implementation: str | None,
 ) -> bool:
     """Whether `routed_stream` takes a stream and experts: one row, on one device."""
-    if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(x, router, gate_up, *shared):
+    if x.size != x.shape[-1] or not usable(implementation) or not is_whole(x, router, gate_up, *shared):
         return False
     from pallas_kernels.device.grid_barrier import most_ctas
     from pallas_kernels.layer.routed_stream import check_supported
@@ -165,7 +161,7 @@ def routed_stream(
     The result can be differentiated once, in reverse.
 
     Args:
-      x: residual stream, for which, with the experts, `takes_stream` is true.
+      x: residual stream, for which, with the experts, `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       norm: weight of the norm, float32.
       router: float32.

@@ -1,4 +1,4 @@
-"""A product of one row, with what makes the row in the same kernel: a norm, and the sum before it or the gate."""
+"""The norm of the residual stream, and the sum before it, with a product of one row in the same kernel."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.conv import causal_conv1d_update
-from gdn_jax.parts.kernels import fused_op, kernels_run
-from gdn_jax.parts.token import is_whole
+from gdn_jax.parts.kernels import fused_op, is_whole, usable
 from gdn_jax.parts.unsummed import Parts, addends
 from gdn_jax.shapes import Convolution
 
@@ -25,15 +24,7 @@ class Stream(NamedTuple):
     first: int
 
 
-class _Heads(NamedTuple):
-    """Static arguments of `heads_product`."""
-
-    eps: float
-    activation: str
-    dtype: Any
-
-
-def takes_stream(
+def takes(
     x: Float[Array, "*S C"],
     weight: Float[Array, "F D"],
     implementation: str | None,
@@ -41,14 +32,12 @@ def takes_stream(
 ) -> bool:
     """Whether `stream_product` takes a stream, a matrix and a convolution: one row, on one device."""
     arrays = x, weight, *(() if convolution is None else convolution[:2])
-    if x.size != x.shape[-1] or not kernels_run(implementation) or not is_whole(*arrays):
+    if x.size != x.shape[-1] or not usable(implementation) or not is_whole(*arrays):
         return False
     from pallas_kernels.layer import row_product as kernels
 
-    reason = kernels.check_stream(x.reshape(1, -1), weight)
-    if convolution is not None:
-        reason = reason or kernels.check_convolution(weight, convolution, weight.dtype)
-    return reason is None
+    reason = kernels.Stream.check_supported(x.reshape(1, -1), weight)
+    return (reason or kernels.check_supported(weight, convolution)) is None
 
 
 def stream_product(
@@ -72,7 +61,7 @@ def stream_product(
     lies. The result can be differentiated once, in reverse.
 
     Args:
-      x: residual stream, for which `takes_stream` is true.
+      x: residual stream, for which `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       norm: weight of the norm, float32.
       weight: the matrix.
@@ -89,48 +78,6 @@ def stream_product(
     """
     static = Stream(eps, jnp.dtype(dtype), None if keep is None else jnp.dtype(keep), first)
     return _stream(static, x, addends(y), norm, weight, convolution, tuple(ahead))
-
-
-def takes_heads(
-    o: Float[Array, "H V"], channels: int, weight: Float[Array, "F D"], implementation: str | None
-) -> bool:
-    """Whether `heads_product` takes heads, so many channels that end in their gates, and a matrix."""
-    if not kernels_run(implementation) or not is_whole(o, weight):
-        return False
-    from pallas_kernels.layer.row_product import check_heads
-
-    return check_heads(o, channels, weight) is None
-
-
-def heads_product(
-    o: Float[Array, "H V"],
-    channels: Float[Array, " C"],
-    norm: Float[Array, " V"],
-    weight: Float[Array, "F D"],
-    *,
-    eps: float,
-    activation: str,
-    ahead: Sequence[jax.Array] = (),
-) -> Float[Array, "1 F"]:
-    """The gated norm of a token's heads, side by side, times weight^T, in one kernel.
-
-        v = o (mean(o^2) + eps)^(-1/2) norm f(z),   z the last H V channels
-
-    The result can be differentiated once, in reverse.
-
-    Args:
-      o: heads, for which `takes_heads` is true.
-      channels: of which the last are the gates.
-      norm: weight of the norm, float32.
-      weight: the matrix.
-      eps: of the norm.
-      activation: f, "silu" or "sigmoid".
-      ahead: as for `stream_product`.
-
-    Returns:
-      [1, F] in the matrix' dtype. Numerics: float32; v is not rounded.
-    """
-    return _heads(_Heads(eps, activation, weight.dtype), o, channels, norm, weight, tuple(ahead))
 
 
 def _stream_by_kernel(static: Stream, x, y, norm, weight, convolution, ahead):
@@ -164,31 +111,4 @@ def plain_stream(static: Stream, x, y, norm, weight, convolution):
 _stream = fused_op(
     lambda static, *args: (_stream_by_kernel(static, *args), args[:-1]),
     lambda static, saved, cotangents: (*jax.vjp(partial(plain_stream, static), *saved)[1](cotangents), None),
-)
-
-
-def _heads_by_kernel(static: _Heads, o, channels, norm, weight, ahead):
-    from pallas_kernels.layer.row_product import heads_product
-
-    z = channels.reshape(-1, o.shape[1])
-    return heads_product(o, z, norm, weight, ahead=ahead, **static._asdict())
-
-
-_ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
-
-def plain_heads(eps: float, activation: str, o, channels, norm, weight):
-    """`heads_product` in plain JAX, for derivatives."""
-    wide, z = o.astype(jnp.float32), channels[-o.size :].reshape(o.shape).astype(jnp.float32)
-    v = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * norm
-    v = (v * _ACTIVATIONS[activation](z)).reshape(1, -1)
-    return jnp.einsum("nd,fd->nf", v, weight.astype(jnp.float32), precision="highest").astype(weight.dtype)
-
-
-_heads = fused_op(
-    lambda static, *args: (_heads_by_kernel(static, *args), args[:-1]),
-    lambda static, saved, cotangents: (
-        *jax.vjp(partial(plain_heads, static.eps, static.activation), *saved)[1](cotangents),
-        None,
-    ),
 )

@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from gdn_jax.partitioning import expected_shards, on_explicit_shards
-from gdn_jax.parts.kernels import FEW_ROWS, fused_op, kernels_run, run, token_axes, usable
+from gdn_jax.parts import products
+from gdn_jax.parts.kernels import FEW_ROWS, fused_op, run, token_axes, usable
 from gdn_jax.parts.products import (
     COLUMNS,
     PLAIN,
@@ -20,7 +21,6 @@ from gdn_jax.parts.products import (
     Prepared,
     array_of,
     backward_products,
-    by_kernel,
     by_rows,
     cotangent_operand,
     counter,
@@ -85,10 +85,10 @@ def swiglu(
     F, E = down_kernel.shape
     is_plain = product is PLAIN
     in_products = (
-        is_plain and kernels_run(implementation, swiglu_product) and _check_products(x, F, E) is None
+        is_plain and usable(implementation, swiglu_product) and _check_supported(True, x, F, E) is None
     )
-    reason = None if in_products else _check_supported(x, F)
-    if math.prod(x.shape[:-1]) > FEW_ROWS and usable("the SwiGLU", implementation, reason):
+    reason = None if in_products else _check_supported(False, x, F, E)
+    if math.prod(x.shape[:-1]) > FEW_ROWS and usable(implementation, part="the SwiGLU", reason=reason):
         if not is_plain:
             return _multiplied_by(product, given, gate_kernel, up_kernel, down_kernel)
         group = _group(in_products)
@@ -108,7 +108,7 @@ def _multiplied_by(product: Any, given, gate_kernel, up_kernel, down_kernel) -> 
     more = -gate_kernel.shape[1] % COLUMNS  # whole tiles of 8-bit operands
     gate_kernel, up_kernel = (jnp.pad(w, ((0, 0), (0, more))) for w in (gate_kernel, up_kernel))
     down_kernel = jnp.pad(down_kernel, ((0, more), (0, 0)))
-    if isinstance(product, Float8) and by_kernel(x, gate_kernel) and by_kernel(x, down_kernel.T):
+    if isinstance(product, Float8) and products.takes(x, gate_kernel) and products.takes(x, down_kernel.T):
         made = given.operand if isinstance(given, Prepared) else None
         weight = side_by_side(gate_kernel, up_kernel, COLUMNS)
         addend = _eight_bits(product, x, made, weight, down_kernel, counter())
@@ -187,10 +187,18 @@ def _group(in_products: bool) -> int:
     return swiglu_product.GROUP if in_products else swiglu.GROUP
 
 
-def _check_products(x, F: int, E: int) -> str | None:
-    """Why no kernel multiplies and makes the product of the branches; None if one does."""
-    from pallas_kernels.layer import swiglu_cotangents, swiglu_product
+def _check_supported(in_products: bool, x, F: int, E: int) -> str | None:
+    """Why no kernel makes the product of the branches; None if one does.
 
+    Args:
+      in_products: whether kernels multiply, too.
+    """
+    from pallas_kernels.layer import swiglu, swiglu_cotangents, swiglu_product
+
+    if not in_products:
+        if F % swiglu.GROUP:
+            return f"gate_kernel has {F} columns; the kernel takes a multiple of {swiglu.GROUP}"
+        return swiglu.check_supported(jax.ShapeDtypeStruct((*x.shape[:-1], F), x.dtype))
     rows = math.prod(x.shape[:-1])
     if rows < MANY_ROWS:
         return f"x has {rows} rows; the kernel takes {MANY_ROWS} or more"
@@ -199,15 +207,6 @@ def _check_products(x, F: int, E: int) -> str | None:
     columns = F + -F % swiglu_product.GROUP
     dy = jax.ShapeDtypeStruct((*x.shape[:-1], E), x.dtype)
     return swiglu_product.check_supported(x, columns) or swiglu_cotangents.check_supported(dy, columns)
-
-
-def _check_supported(x, F: int) -> str | None:
-    """Why no kernel makes the product of branches that XLA multiplies; None if one does."""
-    from pallas_kernels.layer import swiglu
-
-    if F % swiglu.GROUP:
-        return f"gate_kernel has {F} columns; the kernel takes a multiple of {swiglu.GROUP}"
-    return swiglu.check_supported(jax.ShapeDtypeStruct((*x.shape[:-1], F), x.dtype))
 
 
 def _axes(in_products: bool, x, F: int) -> tuple[str, dict[str, int]]:

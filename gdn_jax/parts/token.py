@@ -1,7 +1,7 @@
 """One token of every row on states that kernels change in place: the step of generation.
 
 `mix_token` is the convolution and the rule from the products of a layer's input, which its two kernels read where
-they lie. On a mesh, and without a convolution, `token_step` is the rule alone.
+they lie. On a mesh, and without a convolution, `parts.token_step` is the rule alone.
 """
 
 from functools import partial
@@ -9,105 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
-from gdn_jax.gates import l2norm, log_decay, write_strength
-from gdn_jax.partitioning import expected_shards, on_explicit_shards
 from gdn_jax.parts.conv import causal_conv1d_update
-from gdn_jax.parts.kernels import fused_op, run, trusted_whole, usable
+from gdn_jax.parts.kernels import fused_op, usable
 from gdn_jax.parts.short_conv import split_normalized
-from gdn_jax.rule.definition import recurrent_step
-from gdn_jax.shapes import split_heads
-
-
-def has_kernel(q, k, v, a, b, A_log, dt_bias, state, implementation: str | None) -> bool:
-    """Whether the kernel takes a call of `token_step`, from its arrays or their shapes.
-
-    Args:
-      implementation: None takes the kernel where it can run (a GPU of compute capability 9.0), "chunked" and
-        "recurrent" do not.
-    """
-    from pallas_kernels.decode import step
-
-    if any(x.dtype == jnp.float64 for x in (q, k, v, a, b, A_log, dt_bias)):
-        return False
-    return usable("the step of a token", implementation, step.check_supported(q, k, v, state))
-
-
-def token_step(
-    q: Float[Array, "B Hq K"],
-    k: Float[Array, "B Hk K"],
-    v: Float[Array, "B HV V"],
-    a: Float[Array, "B HV"],
-    b: Float[Array, "B HV"],
-    A_log: Float[Array, " HV"],
-    dt_bias: Float[Array, " HV"],
-    state: Float[Array, "B HV K V"],
-    *,
-    allow_neg_eigval: bool = False,
-) -> tuple[Float[Array, "B HV V"], Float[Array, "B HV K V"]]:
-    """One token of every row by the kernel: norms, gates, the rule and the new state in one pass over the state.
-
-        g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b);   q and k to unit length
-        S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
-
-    A loop that carries the state has it changed where it lies; elsewhere XLA copies it. The result can be
-    differentiated once, in reverse.
-
-    Args:
-      q, k, v: queries, keys and values of any length, for which `has_kernel` is true.
-      a, b: raw inputs of the gates.
-      A_log, dt_bias: parameters of the decay.
-      state: the states before the token.
-      allow_neg_eigval: beta = 2 sigmoid(b).
-
-    Returns:
-      o in v's dtype, and the states after the token in the state's dtype. Numerics: all in float32, rounded once.
-    """
-    args = (q, k, v, a, b, A_log, dt_bias, state)
-    return on_explicit_shards(partial(_token_step, allow_neg_eigval), args, _OPERANDS, _RESULTS, _sizes(args))
-
-
-_OPERANDS = ("b h .", "b h .", "b h .", "b h", "b h", "h", "h", "b h . .")
-_RESULTS = ("b h .", "b h . .")
-
-
-def _sizes(args) -> dict[str, int]:
-    """Rows, and heads of q and k where they have as many."""
-    (B, Hq, _), (_, Hk, _) = args[0].shape, args[1].shape
-    return {"b": B, "h": Hq} if Hq == Hk else {"b": B}
-
-
-def _forward(allow_neg_eigval: bool, *args):
-    return run(_by_kernel, allow_neg_eigval, args, _OPERANDS, _RESULTS, _sizes(args)), args
-
-
-def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
-    from pallas_kernels.decode.step import step
-
-    options: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "allow_neg_eigval": allow_neg_eigval}
-    options |= {"read_slots": None, "write_slots": None, "scale": q.shape[-1] ** -0.5}
-    o, state = step(*(x[:, None] for x in (q, k, v, a, b)), pool=state, **options)
-    return o[:, 0], state
-
-
-def _plain(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
-    """The operation in plain JAX, for its derivative."""
-    counts = (q.shape[1], k.shape[1], v.shape[1], v.shape[1])
-    g, beta = log_decay(a, A_log, dt_bias), write_strength(b, allow_neg_eigval=allow_neg_eigval)
-    q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
-    tokens = (split_heads(x, 1, counts) for x in (q, k, v.astype(jnp.float32), g, beta))
-    S = split_heads(state.astype(jnp.float32), 1, counts)
-    S, o = recurrent_step(S, *tokens, scale=q.shape[-1] ** -0.5)
-    return o.reshape(v.shape).astype(v.dtype), S.reshape(state.shape).astype(state.dtype)
-
-
-def _backward(allow_neg_eigval: bool, args, cotangents):
-    return jax.vjp(partial(_plain, allow_neg_eigval), *args)[1](cotangents)
-
-
-_token_step = fused_op(_forward, _backward)
+from gdn_jax.parts.token_step import plain_step
 
 
 class Heads(NamedTuple):
@@ -162,22 +69,7 @@ class Token(NamedTuple):
     """States of the rule before the token."""
 
 
-def is_whole(*arrays: jax.Array) -> bool:
-    """Whether these arrays lie on one device, as `mix_token` needs them.
-
-    Of an array that holds several kinds of heads side by side, no device could have its own. Inside jax.shard_map its
-    kernels run where JAX does not keep in the types of arrays over which mesh axes they vary.
-    """
-    if (known := trusted_whole()) is not None:
-        return known
-    types = [jax.typeof(x) for x in arrays]
-    is_typed = any(
-        x.manual_axis_type.varying or AxisType.Explicit in x.sharding.mesh.axis_types for x in types
-    )
-    return not is_typed and expected_shards(arrays) is None
-
-
-def has_kernels(token: Token, heads: Heads, implementation: str | None) -> bool:
+def takes(token: Token, heads: Heads, implementation: str | None) -> bool:
     """Whether the kernels take a call of `mix_token`, from the shapes of its arrays, for which `is_whole` is true."""
     from pallas_kernels.decode import conv_update, step
 
@@ -186,7 +78,8 @@ def has_kernels(token: Token, heads: Heads, implementation: str | None) -> bool:
     (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((heads.H, K), (HV, V)))
     reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
-    return usable("the step of a token", implementation, reason or step.check_supported(q, q, v, token.state))
+    reason = reason or step.check_supported(q, q, v, token.state)
+    return usable(implementation, part="the step of a token", reason=reason)
 
 
 def mix_token(
@@ -200,7 +93,7 @@ def mix_token(
     them. The result can be differentiated once, in reverse.
 
     Args:
-      token: arrays for which `is_whole` and `has_kernels` are true.
+      token: arrays for which `is_whole` and `takes` are true.
       heads: where the parts lie.
       allow_neg_eigval: beta = 2 sigmoid(b).
 
@@ -238,12 +131,12 @@ def _mix_token_plain(static, token: Token):
 
 
 def _plain_of_channels(static, qkv, gates, A_log, dt_bias, state):
-    """`_plain` of channels that have passed through the convolution, and those in which a and b lie."""
+    """`plain_step` of channels that have passed through the convolution, and those in which a and b lie."""
     heads, allow_neg_eigval = static
     (B, HV, K, V), H = state.shape, heads.H
     q, k, v = split_normalized(qkv, H, K, normalize=False)
     a, b = (gates[:, first : first + HV] for first in (heads.a, heads.b))
-    return _plain(allow_neg_eigval, q, k, v.reshape(B, HV, V), a, b, A_log, dt_bias, state)
+    return plain_step(allow_neg_eigval, q, k, v.reshape(B, HV, V), a, b, A_log, dt_bias, state)
 
 
 def _mix_forward(static, token: Token):

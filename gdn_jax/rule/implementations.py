@@ -147,8 +147,3 @@ def first(call: Call, x: Arrays, dims: Dims, name: str | None = None) -> Impleme
             if reason is None:
                 return one
     raise NotImplementedError(f"implementation {name!r}: {reason}")
-
-
-def reasons(call: Call, x: Arrays, dims: Dims) -> dict[str, str | None]:
-    """Name -> why that implementation cannot run a call with gates of each head, None if it can; fastest first."""
-    return {one.name: one.reason(call, x, dims) for one in TABLE if call.gates in one.gates}

@@ -15,7 +15,7 @@ from gdn_jax.partitioning import lie_on_explicit_axes, on_explicit_shards
 from gdn_jax.rule import plain
 from gdn_jax.rule.arguments import check_arrays, check_scale, checked, known_lengths, strengths
 from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes, gates_of
-from gdn_jax.rule.implementations import IMPLEMENTATIONS, Implementation, first, reasons
+from gdn_jax.rule.implementations import IMPLEMENTATIONS, TABLE, Implementation, first
 from gdn_jax.shapes import (
     AnyLogDecay,
     AnyStates,
@@ -355,7 +355,7 @@ def supported_implementations(
     call = Call(use_qk_l2norm, state_layout, chunk_size=chunk_size)
     dims = check_arrays(call, x)
     check_scale(scale, dims)
-    return reasons(call, x, dims)
+    return {one.name: one.reason(call, x, dims) for one in TABLE if call.gates in one.gates}
 
 
 def _program(call: Call, x: Arrays, scale: Any, implementation: str | None) -> tuple[Any, ...]:

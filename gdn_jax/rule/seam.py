@@ -83,7 +83,7 @@ def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rule_fwd(call: Call, x: Arrays):
-    if call.kernels.gradients_reason(x) is not None:
+    if call.kernels.reason(x) is not None:
         return rule(call, x), (x, None)
     normalised = x
     if call.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside

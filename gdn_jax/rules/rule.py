@@ -115,7 +115,7 @@ class Rule:
             if given[name] is not None:
                 raise NotImplementedError(f"{name}: {reason}")
         if "implementation" not in self.options:  # a warning where kernels are named
-            usable(f"the rule {self.name}", implementation, "it has no kernels")
+            usable(implementation, part=f"the rule {self.name}", reason="it has no kernels")
         if self.unit_length and not normalized:
             q, k = l2norm(q), l2norm(k)
         known: dict[str, Any] = gates | {"g": g, "beta": beta}

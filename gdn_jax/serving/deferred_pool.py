@@ -200,14 +200,20 @@ class DeferredPool(Pool, of=RingPool):
 class DeferredKernels(DeferredPool):
     """A `DeferredPool` by kernels that read and append to rings in their slots."""
 
-    def unsupported(self, tokens: Raw, where: Any) -> str | None:
+    def reason(self, tokens: Raw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import deferred
 
         if self.checkpoints.beside_rings() is None:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
-        reason = kernels.ring_reason(tokens, self._rings(), self.layout == STATE_LAYOUTS[0], where.is_tree)
-        return reason or kernels.gates_reason(tokens) or kernels.reason(self, deferred)
+        if where.is_tree and tokens.by_channels:
+            return "there is no kernel of trees of drafts on a ring with a decay of each channel"
+        args = tokens, self._rings(), self.layout == STATE_LAYOUTS[0]
+        reason = kernels.check_supported(*args)
+        if reason is None and where.is_tree:
+            reason = kernels.check_supported(*args, by_tensor_cores=True)
+            reason = reason and f"a tree of drafts on a ring: {reason}"
+        return reason or kernels.reason(self, deferred, tokens)
 
     def _append_token(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """A token in the ring of each request."""
@@ -243,7 +249,7 @@ class DeferredKernels(DeferredPool):
         T, rings, tokens = raw.q.shape[1], self._rings(), kernels.ring_tokens(raw)
         num_tokens, accepted = map(kernels.int32_or_none, (spans.num_tokens, spans.num_accepted_tokens))
         options: dict[str, Any] = {"read_slots": at.slot, "layer": at.layer} | kernels.options(call, self)
-        if kernels.tensor_cores_reason(raw, rings, options["kv_layout"]) is None:
+        if kernels.check_supported(raw, rings, options["kv_layout"], by_tensor_cores=True) is None:
             options |= {
                 "accepted": accepted,
                 "num_tokens": num_tokens,

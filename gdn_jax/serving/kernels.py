@@ -58,25 +58,13 @@ def _gates(x: Raw) -> tuple[Array, Array, Array | None, Any, Array]:
     return a, b, w, x.A_log, dt_bias
 
 
-def ring_reason(x: Raw, rings: Any, kv_layout: bool, is_tree: bool) -> str | None:
-    """Why no kernel takes tokens on rings; None if one does."""
-    from pallas_kernels.decode import channel_ring, vectors
+def check_supported(x: Raw, rings: Any, kv_layout: bool, *, by_tensor_cores: bool = False) -> str | None:
+    """Why no kernel takes tokens on rings, or drafts on them by tensor cores; None if one does."""
+    from pallas_kernels.decode import channel_ring, drafts_mma, vectors
 
-    if not x.by_channels:
-        reason = vectors.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
-        if reason is None and is_tree:
-            reason = tensor_cores_reason(x, rings, kv_layout)
-            reason = reason and f"a tree of drafts on a ring: {reason}"
-        return reason
-    if is_tree:
-        return "there is no kernel of trees of drafts on a ring with a decay of each channel"
-    return channel_ring.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
-
-
-def tensor_cores_reason(x: Raw, rings: Any, kv_layout: bool) -> str | None:
-    """Why no kernel takes drafts on rings by tensor cores; None if one does."""
-    from pallas_kernels.decode import drafts_mma
-
+    if not by_tensor_cores:
+        kernel = channel_ring if x.by_channels else vectors
+        return kernel.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
     if x.by_channels:
         return "there is no kernel by tensor cores with a decay of each channel"
     return drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) or device_reason(drafts_mma)
@@ -130,22 +118,23 @@ def parents(raw: Raw, spans: Spans) -> Array | None:
     return int32_or_none(spans.parents) if raw.q.shape[1] > 1 else None
 
 
-def gates_reason(raw: Raw) -> str | None:
-    wide = accumulation_dtype(*raw) != jnp.float32
-    return "a gate is float64; the kernels compute in float32" if wide else None
+def reason(pool: Pool, kernel: Any, tokens: Raw | None = None) -> str | None:
+    """Why a kernel, from its module, cannot change the pool in place on JAX's default device; None if it can.
 
-
-def reason(pool: Pool, kernel: Any) -> str | None:
-    """Why a kernel, from its module, cannot change the pool in place on JAX's default device; None if it can."""
+    Args:
+      tokens: of the rule, whose gates the kernel makes; None where there are none.
+    """
+    if tokens is not None and accumulation_dtype(*tokens) != jnp.float32:
+        return "a gate is float64; the kernels compute in float32"
     if varies(pool):
         return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
     return device_reason(kernel)
 
 
 def device_reason(kernel: Any) -> str | None:
-    from pallas_kernels.device.launch import kernel_reason
+    from pallas_kernels.device import launch
 
-    return None if interpreter.get() is not None else kernel_reason(kernel.NEEDS)
+    return None if interpreter.get() is not None else launch.device_reason(kernel.NEEDS)
 
 
 def varies(pool: Pool) -> bool:

@@ -124,12 +124,12 @@ class Pool:
         if implementation == "xla":
             return self
         fast = self.by_kernels()
-        reason = fast.unsupported(tokens, where)
+        reason = fast.reason(tokens, where)
         if implementation == "mosaic_gpu" and reason:
             raise NotImplementedError(f"implementation 'mosaic_gpu': {reason}")
         return self if reason else fast
 
-    def unsupported(self, tokens: Any, where: Any) -> str | None:
+    def reason(self, tokens: Any, where: Any) -> str | None:
         """Why no kernels run a call on this pool; None if they do."""
         return f"no kernel reads a {type(self).__name__}"
 
@@ -137,7 +137,7 @@ class Pool:
         """Numbers, and their scales or None, as the kernels of rings take checkpoints; None where they take none."""
         return None
 
-    def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
+    def takes(self, call: Any, tokens: RuleArrays) -> bool:
         """Whether the pool's `prefill` is by kernels and runs a call."""
         return False
 

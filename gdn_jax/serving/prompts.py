@@ -114,7 +114,7 @@ def prefill(
     options = dict(batch_invariant=batch_invariant, chunk_size=chunk_size, checkpoint_every=checkpoint_every)
     call = PromptCall(scale, use_qk_l2norm, implementation=implementation, **options).checked(dims)
     fast, of_heads = memory.by_kernels(), tokens.of_heads
-    if of_heads is None or not fast.takes_prompts(call, of_heads):
+    if of_heads is None or not fast.takes(call, of_heads):
         return shards.left_to_xla((type(memory).prefill, call), memory, tokens, at)
     if arguments.debug_checks_are_on():
         arguments.check_values(dims.T, g, None)

@@ -45,7 +45,7 @@ class RingPool(NamedTuple):
 
     @property
     def by_channels(self) -> bool:
-        """Whether the ring takes tokens with gates of each channel."""
+        """Whether the ring's tokens have gates of each channel."""
         return self.g.ndim == self.u.ndim
 
     @property

@@ -60,12 +60,12 @@ def left_to_xla(work: tuple, pool: Any, tokens: Any, where: Any) -> tuple[jax.Ar
     return o, pool.arrays
 
 
-def is_split(*arrays: Any) -> bool:
-    """Whether XLA, or the arrays' types, may split a call on these arrays over devices."""
+def is_whole(*arrays: Any) -> bool:
+    """Whether neither XLA nor the arrays' types split a call on these arrays over devices."""
     if interpreter.get() is not None:
-        return False
+        return True
     leaves = jax.tree.leaves(arrays)
-    return lie_on_explicit_axes(*leaves) or expected_shards(leaves) is not None
+    return not lie_on_explicit_axes(*leaves) and expected_shards(leaves) is None
 
 
 def _run(work: tuple, pool: Any, *args: Any) -> Any:

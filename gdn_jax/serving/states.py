@@ -32,12 +32,12 @@ class StateKernels(StatePool):
 
     is_opaque: ClassVar[bool] = True
 
-    def unsupported(self, tokens: Raw, where: Any) -> str | None:
+    def reason(self, tokens: Raw, where: Any) -> str | None:
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import step
 
         reason = step.check_supported(*tokens[:3], self.arrays, is_tree=where.is_tree)
-        return reason or kernels.gates_reason(tokens) or kernels.reason(self, step)
+        return reason or kernels.reason(self, step, tokens)
 
     def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
@@ -70,13 +70,13 @@ class StateKernels(StatePool):
         o, arrays = kernels.step(call, raw)(q=q, k=k, v=v, pool=self.arrays, **at)
         return o, self.holding(arrays)
 
-    def takes_prompts(self, call: Any, tokens: RuleArrays) -> bool:
+    def takes(self, call: Any, tokens: RuleArrays) -> bool:
         """Whether a call of `serving.prefill` runs by kernels that read and write the states of a pool themselves.
 
         Raises:
           NotImplementedError: the named implementation of the rule cannot run this call, with the reason.
         """
-        from pallas_kernels.forward import rule
+        from pallas_kernels.forward import pools
 
         if call.batch_invariant or call.checkpoint_every:
             return False
@@ -85,7 +85,9 @@ class StateKernels(StatePool):
         shapes = Arrays(*tokens[:5], None, initial, S(cu_seqlens.shape, cu_seqlens.dtype), None)
         asked = RuleCall(call.use_qk_l2norm, self.layout, chunk_size=call.chunk_size)
         runs = check_call(asked, shapes, call.scale, call.implementation)[2].name == "mosaic_gpu"
-        return runs and not kernels.varies(self) and rule.check_pool(dims, self.arrays, call.scale) is None
+        return (
+            runs and not kernels.varies(self) and pools.check_supported(dims, self.arrays, call.scale) is None
+        )
 
     def prefill(self, call: PromptCall, tokens: RuleArrays, at: At) -> tuple[Float[Array, "1 T HO V"], Any]:
         """`serving.prefill`. It cannot be differentiated."""

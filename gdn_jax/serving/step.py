@@ -131,7 +131,7 @@ def decode_packed(
       ValueError, NotImplementedError: as for `decode`.
     """
     memory = opened(pool, state_layout, null_slot)
-    together = None if shards.is_split(memory, qkv) else qkv
+    together = qkv if shards.is_whole(memory, qkv) else None
     gates = dict(qkv=together, lower_bound=lower_bound)
     raw = raw_tokens(*heads_of(qkv, memory), a, b, w, A_log, dt_bias, **gates)
     at = At(read_slots, write_slots, layer)

@@ -59,7 +59,7 @@ class WindowKernels(WindowPool):
 
     is_opaque: ClassVar[bool] = True
 
-    def unsupported(self, tokens: Channels, where: Any) -> str | None:
+    def reason(self, tokens: Channels, where: Any) -> str | None:
         """Why the kernel cannot run a call of `causal_conv1d_update` on JAX's default device; None if it can."""
         from pallas_kernels.decode import conv_update
 

@@ -4,31 +4,31 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import supported_implementations
-from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.kernels import usable
 
 
-def _supported() -> dict[str, str | None]:
+def _supported_implementations() -> dict[str, str | None]:
     any_call = jnp.zeros((1, 1, 1, 16), jnp.bfloat16)
     return supported_implementations(any_call, any_call, any_call)
 
 
-def no_kernels() -> str | None:
+def device_reason() -> str | None:
     """Returns why the kernels of "mosaic_gpu" and of layers cannot run on this device; None if they can."""
-    return _supported()["mosaic_gpu"]
+    return _supported_implementations()["mosaic_gpu"]
 
 
 def rule_implementation() -> str:
     """Returns the name of the implementation of the rule that runs unasked on this device, in 16 bits."""
-    return next(name for name, reason in _supported().items() if reason is None)
+    return next(name for name, reason in _supported_implementations().items() if reason is None)
 
 
 def note() -> str | None:
     """Returns the line about a GPU that lacks kernels; None on any other device."""
-    reason = no_kernels() if jax.default_backend() == "gpu" else None
+    reason = device_reason() if jax.default_backend() == "gpu" else None
     if reason is None:
         return None
     if (name := rule_implementation()) == "chunked":
         return f"note: plain JAX, without kernels: {reason}"
-    if kernels_run(None):
+    if usable(None):
         return f"note: the rule by the kernels of {name}, and no kernels by wgmma: {reason}"
     return f"note: the rule by the kernels of {name}, all else in plain JAX: {reason}"

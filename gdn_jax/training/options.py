@@ -331,7 +331,7 @@ def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:
         )
     for group in dataclasses.fields(default):
         for name, hint in get_type_hints(type(getattr(default, group.name))).items():
-            if name in known and not _fits(stored[name], hint):
+            if name in known and not _is_of(stored[name], hint):
                 kind = getattr(hint, "__name__", hint)
                 raise RunError(f"config.json: expected {name} of type {kind}, got {stored[name]!r}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
@@ -358,15 +358,15 @@ def _marked(options: Any, mark: fields.Mark) -> set[str]:
     return set().union(*(fields.marked(group, mark) for group in groups))
 
 
-def _fits(value: object, hint: Any) -> bool:
+def _is_of(value: object, hint: Any) -> bool:
     """Says whether a value of a JSON object can be an option of that type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in inner
     if origin is tuple:
-        return isinstance(value, list) and all(_fits(x, inner[0]) for x in value)
+        return isinstance(value, list) and all(_is_of(x, inner[0]) for x in value)
     if origin is UnionType:
-        return any(_fits(value, kind) for kind in inner)
+        return any(_is_of(value, kind) for kind in inner)
     if isinstance(value, bool):
         return hint is bool
     if hint is Path and isinstance(value, str) and "\0" in value:

@@ -21,11 +21,12 @@ from pallas_kernels.ampere.prepare import prepare
 from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.states import ends, factors, outputs
 from pallas_kernels.ampere.walk import Config
-from pallas_kernels.device.launch import capability_reason, compiled
+from pallas_kernels.device import launch
+from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.work.refusals import refusal
+from pallas_kernels.work import refusals
 from pallas_kernels.work.tables import (
     as_rows,
     borders,
@@ -56,7 +57,7 @@ class Residuals(NamedTuple):
 
 def device_reason() -> str | None:
     """Why JAX's default device cannot run these kernels; None if it can."""
-    return capability_reason("the kernels by mma.sync", NEEDS)
+    return launch.device_reason(NEEDS, "the kernels by mma.sync")
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:
@@ -68,7 +69,7 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
       chunk_size: as asked for.
       packed: whether cu_seqlens is given.
     """
-    if (reason := refusal(dims, dtype, chunk_size)) is not None:
+    if (reason := refusals.check_supported(dims, dtype, chunk_size)) is not None:
         return reason
     if dims.K > 128 or dims.V > 128:
         return f"K = {dims.K}, V = {dims.V}; the kernels by mma.sync go up to 128, as registers allow"

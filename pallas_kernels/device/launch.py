@@ -161,20 +161,11 @@ def default_device() -> Any:
     return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
 
 
-def device_reason() -> str | None:
-    """Why JAX's default device cannot run kernels by wgmma and bulk copies, and so all of them; None if it can."""
-    return capability_reason("these kernels", Needs.TMA | Needs.WGMMA)
-
-
-def kernel_reason(needs: Needs) -> str | None:
-    """Why JAX's default device cannot run a kernel, from its `NEEDS`; None if it can."""
-    return device_reason() and capability_reason("these kernels", needs)
-
-
-def capability_reason(kernels: str, needs: Needs) -> str | None:
-    """Why JAX's default device has not all that kernels need; None if it has.
+def device_reason(needs: Needs = Needs.TMA | Needs.WGMMA, kernels: str = "these kernels") -> str | None:
+    """Why JAX's default device cannot run kernels; None if it can.
 
     Args:
+      needs: what they need of it, their `NEEDS`; wgmma and bulk copies are all that any needs.
       kernels: what the reason calls them.
     """
     device = default_device()

@@ -26,7 +26,7 @@ from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
 from pallas_kernels.forward.transitions import segment_transitions
-from pallas_kernels.work.refusals import refusal
+from pallas_kernels.work import refusals
 from pallas_kernels.work.residuals import Residuals, Segments, Transition
 from pallas_kernels.work.slots import PoolStates
 from pallas_kernels.work.split import choose_split, work_of
@@ -75,7 +75,7 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
       chunk_size: as asked for.
       packed: whether cu_seqlens is given.
     """
-    if (reason := refusal(dims, dtype, chunk_size)) is not None:
+    if (reason := refusals.check_supported(dims, dtype, chunk_size)) is not None:
         return reason
     if dims.K > 256 or dims.V > 256:
         return f"K = {dims.K}, V = {dims.V}; the kernels go up to 256"
@@ -83,24 +83,6 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
     largest = max(dims.B * dims.T * max(dims.K, dims.V, CHUNK), chunks * _padded(dims.K) * _padded(dims.V))
     if largest * dims.HO >= 2**40:
         return "the arrays, or the states of all chunks, are larger than the offsets of a bulk copy"
-    return None
-
-
-def check_pool(dims: Dims, pool, scale: float) -> str | None:
-    """Why these kernels cannot read and write states of their calls in a pool themselves; None if they can.
-
-    Args:
-      dims, scale: of a call.
-      pool: of states, or its shape and dtype.
-    """
-    if pool.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"the pool is {pool.dtype.name}; the kernels take float32 and bfloat16"
-    if not pool.shape[0]:
-        return "there are no slots"
-    if dims.K % GRANULE or dims.V % GRANULE:
-        return f"K = {dims.K}, V = {dims.V}; the kernels take states whose widths are multiples of {GRANULE}"
-    if not FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1]:
-        return f"scale is {scale}; the kernels take {FOLDED_SCALES[0]} to {FOLDED_SCALES[1]}"
     return None
 
 
@@ -120,10 +102,10 @@ def forward(
     """The rule on arguments that gdn_jax.gated_delta_rule has checked, and that check_supported accepts.
 
     Args: those of gdn_jax.gated_delta_rule.
-      x: its initial_state may be slots of a pool that check_pool accepts (`PoolStates`). Tokens of a sequence without
-        a slot are finite. Where the values of cu_seqlens are known while tracing (NumPy, or a JAX array that is not
-        traced) the work is split by the true lengths, the tables cost nothing at run time, and sequences of equal
-        lengths run as a batch. Otherwise the split assumes equal lengths.
+      x: its initial_state may be slots of a pool that `forward.pools` accepts (`PoolStates`). Tokens of a sequence
+        without a slot are finite. Where the values of cu_seqlens are known while tracing (NumPy, or a JAX array that
+        is not traced) the work is split by the true lengths, the tables cost nothing at run time, and sequences of
+        equal lengths run as a batch. Otherwise the split assumes equal lengths.
       scale: a number within FOLDED_SCALES.
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.

@@ -51,8 +51,12 @@ ACTIVATIONS = {
 """Activations of the gate by name."""
 
 
-def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
-    """Why the kernels cannot take outputs of the rule [B, T, H, V]; None if they can."""
+def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int | None = None) -> str | None:
+    """Why the kernels cannot take outputs of the rule [B, T, H, V]; None if they can.
+
+    Args:
+      channels: of which the last heads are the gates; None: the gates have o's shape.
+    """
     V = o.shape[-1]
     if o.dtype not in (jnp.bfloat16, jnp.float16):
         return f"o is {jnp.dtype(o.dtype).name}; the kernel takes bfloat16 and float16"
@@ -60,12 +64,9 @@ def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
         return f"V = {V}; the kernel takes 32, 64, 128 and 256"
     if not o.size or o.size % BLOCK:
         return f"o of {o.shape}; the kernel takes a multiple of {BLOCK} numbers"
-    return None
-
-
-def check_gates(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:
-    """Why the gates of outputs [B, T, H, V] cannot be the last heads of so many channels; None if they can."""
-    H, V = o.shape[2:]
+    if channels is None:
+        return None
+    H = o.shape[-2]
     if channels % V:
         return f"{channels} channels; the kernel takes whole heads of {V}"
     return f"{H} heads; the kernel takes a multiple of {BLOCK // V}" if H % (BLOCK // V) else None
@@ -138,7 +139,7 @@ def gated_norm(
 
     Args:
       o: rows of all tokens and heads, which `check_supported` accepts.
-      z: gates of o's shape; or an array [tokens, G, V] whose last heads they are, if `check_gates` accepts o.
+      z: gates of o's shape; or an array [tokens, G, V] whose last heads they are, if `check_supported` accepts them.
       weight: of the norm.
       eps: added to the mean square.
       activation: one of ACTIVATIONS.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -11,6 +12,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
+
+WIDEST = 256
+"""Columns of a piece of the matrix at most, and so of a dimension of what is copied at once."""
+
+BYTES = 192 * 1024
+"""Shared memory of a multiprocessor's CTAs for tiles of the matrix, at most."""
 
 
 @runtime_checkable
@@ -33,6 +40,22 @@ class Stream:
     eps: float
     first: int = 0
     """Number of the channel that x begins with; without y the stream may be some channels of an array."""
+
+    @staticmethod
+    def check_supported(
+        x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array
+    ) -> str | None:
+        """Why the kernel cannot take a stream [1, D], or D of more channels, for a matrix [F, D]; None if it can."""
+        if x.shape[0] != 1:
+            return f"{x.shape[0]} rows; the kernel takes one"
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+        D = weight.shape[1]
+        if D % WIDEST or D > r.WIDEST:
+            return f"rows of {D}; the kernel takes multiples of {WIDEST} up to {r.WIDEST}"
+        if 8 * D * weight.dtype.itemsize > BYTES:
+            return f"rows of {D} numbers of {weight.dtype}; the kernel takes {BYTES // 8} bytes"
+        return None
 
     def load(self, gmem: Any) -> Any:
         """See `Row.load`: the weight of the norm and the parts of the sum."""
@@ -63,6 +86,18 @@ class Heads:
 
     eps: float
     activation: str
+
+    @staticmethod
+    def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:
+        """Why the kernel cannot take heads [H, V] and gates among so many channels; None if it can."""
+        H, V = o.shape
+        if V not in (64, 128, 256) or H % r.WARPS or H * V > r.WIDEST:
+            return f"{H} heads of {V}; the kernel takes multiples of 4, of 64, 128 or 256"
+        if channels % V:
+            return f"{channels} channels; the kernel takes whole heads of {V}"
+        if o.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"o is {o.dtype}; the kernel takes float32, bfloat16 and float16"
+        return None
 
     def load(self, gmem: Any) -> Any:
         """See `Row.load`: the heads, their gates and the weight of the norm."""

@@ -45,7 +45,7 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes float32, bfloat16 and float16"
     if not x.size:
         return "0 rows; the kernel takes some"
-    return r.width_reason(width, x.size // width)
+    return r.check_supported(width, x.size // width)
 
 
 def _blocks(N: int, D: int) -> tuple[int, int]:

@@ -14,8 +14,8 @@ filters [C, taps] and bias [C] or none. In place (GMEM): states of the convoluti
 out [1, F] in the dtype asked for; for `Stream` s [1, D] of x's dtype, and v [1, D], if asked for.
 Grid: persistent, CTAs of one warpgroup, see `Config`, which take every ctas-th tile of `Config.rows` rows of W, in
 pieces of `columns` columns. Shared memory: `_memory`.
-Numerics: float32; v is not rounded. The same bits in every call. Hardware: `NEEDS`. Limits:
-`check_stream`, `check_heads`.
+Numerics: float32; v is not rounded. The same bits in every call. Hardware: `NEEDS`. Limits: `check_supported`, here
+and of the rows.
 """
 
 import dataclasses
@@ -37,13 +37,9 @@ from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, 
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.made_rows import Heads, Row, Stream
+from pallas_kernels.layer.made_rows import BYTES, WIDEST, Heads, Row, Stream
 
 NEEDS = Needs.TMA
-
-WIDEST = 256
-"""Columns of a piece at most, and so of a dimension of what is copied at once."""
 
 MANY_TILES = 4
 """Tiles of a CTA from which on two warpgroups share them."""
@@ -51,11 +47,8 @@ MANY_TILES = 4
 WARPGROUP = 128
 """Threads of a warpgroup."""
 
-BYTES = 192 * 1024
-"""Shared memory of a multiprocessor's CTAs for tiles of W, at most."""
-
 MOST_BYTES = 200 * 1024
-"""The same of one CTA, where its share would be less than two tiles."""
+"""`BYTES` of one CTA, where its share would be less than two tiles."""
 
 REDUCTION_BYTES = 2048
 
@@ -97,52 +90,28 @@ class Config:
         return cls(rows, warpgroups=2 if pl.cdiv(F // rows, num_sms()) >= MANY_TILES else 1)
 
 
-def _check_matrix(weight) -> str | None:
+def check_supported(
+    weight: jax.ShapeDtypeStruct | jax.Array, convolution: Convolution | None = None
+) -> str | None:
+    """Why the kernels cannot take a matrix [F, D] and a convolution; None if they can. `Row`s refuse for themselves.
+
+    Args:
+      convolution: that of the first results in the matrix' dtype; None: there is none.
+    """
     F = weight.shape[0]
     if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the weight is {weight.dtype}; the kernel takes float32, bfloat16 and float16"
-    return f"{F} outputs; the kernel takes a multiple of 8" if F % 8 or not F else None
-
-
-def check_stream(x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array) -> str | None:
-    """Why the kernel cannot take a stream [1, D], or D of more channels, and a matrix [F, D]; None if it can."""
-    if x.shape[0] != 1:
-        return f"{x.shape[0]} rows; the kernel takes one"
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
-    D = weight.shape[1]
-    if D % WIDEST or D > r.WIDEST:
-        return f"rows of {D}; the kernel takes multiples of {WIDEST} up to {r.WIDEST}"
-    if 8 * D * weight.dtype.itemsize > BYTES:
-        return f"rows of {D} numbers of {weight.dtype}; the kernel takes {BYTES // 8} bytes"
-    return _check_matrix(weight)
-
-
-def check_heads(
-    o: jax.ShapeDtypeStruct | jax.Array, channels: int, weight: jax.ShapeDtypeStruct | jax.Array
-) -> str | None:
-    """Why the kernel cannot take heads [H, V], gates among so many channels and a matrix [F, H V]; None if it can."""
-    H, V = o.shape
-    if V not in (64, 128, 256) or H % r.WARPS or H * V > r.WIDEST:
-        return f"{H} heads of {V}; the kernel takes multiples of 4, of 64, 128 or 256"
-    if channels % V:
-        return f"{channels} channels; the kernel takes whole heads of {V}"
-    if o.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"o is {o.dtype}; the kernel takes float32, bfloat16 and float16"
-    return _check_matrix(weight)
-
-
-def check_convolution(
-    weight: jax.ShapeDtypeStruct | jax.Array, convolution: Convolution, dtype: Any
-) -> str | None:
-    """Why the kernel cannot pass the first results, in a dtype, through a convolution; None if it can."""
+    if F % 8 or not F:
+        return f"{F} outputs; the kernel takes a multiple of 8"
+    if convolution is None:
+        return None
     channels, taps = convolution.filters.shape
-    if any(jnp.dtype(x).itemsize > 4 for x in (dtype, *(y.dtype for y in convolution if y is not None))):
+    if any(jnp.dtype(y.dtype).itemsize > 4 for y in (weight, *convolution) if y is not None):
         return "an array of the convolution has more than 32 bits; the kernel takes at most these"
-    if channels % 8 or channels > weight.shape[0] or taps < 2:
+    if channels % 8 or channels > F or taps < 2:
         return f"{channels} channels and {taps} taps; the kernel takes a multiple of 8, and 2 taps or more"
-    config = Config.stream(weight.shape[0])
-    least = _channels(config, weight.shape[0] // config.rows)
+    config = Config.stream(F)
+    least = _channels(config, F // config.rows)
     return f"{channels} channels; the kernel takes {least} or more" if channels < least else None
 
 
@@ -308,14 +277,14 @@ def stream_product(
     The state is updated in place where it is donated to the compiled function around this call; else XLA copies it.
 
     Args:
-      x: stream that `check_stream` accepts.
+      x: stream that `Stream.check_supported` accepts.
       y: what is added to it, in parts.
       norm: weight of the norm.
       weight: the matrix.
       eps: of the norm.
       dtype: of the product.
       keep: dtype of the norm as a result; None where it is none.
-      convolution: of the first channels, that `check_convolution` accepts; None: there is none.
+      convolution: of the first channels, that `check_supported` accepts; None: there is none.
       first: without y, the channel of x with which the stream begins, a multiple of 4.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
       config: None for the default.
@@ -361,7 +330,7 @@ def heads_product(
     """The gated norm of heads times the matrix.
 
     Args:
-      o: heads that `check_heads` accepts.
+      o: heads that `Heads.check_supported` accepts.
       z: heads whose last H are the gates.
       norm: weight of the norm.
       weight: the matrix.

@@ -37,7 +37,7 @@ def rows_at_once(width: int, N: int = 0) -> int:
     return 1 if N % rows else rows
 
 
-def width_reason(width: int, N: int = 0) -> str | None:
+def check_supported(width: int, N: int = 0) -> str | None:
     """Why N rows of a width cannot be taken; None if they can."""
     threads = LANES if _row_to_a_warp(width, rows_at_once(width, N)) else LANES * WARPS
     if width % threads or not 0 < width <= WIDEST:

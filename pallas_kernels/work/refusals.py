@@ -6,7 +6,7 @@ from gdn_jax.shapes import Dims
 from pallas_kernels.device.layouts import CHUNK
 
 
-def refusal(dims: Dims, dtype, chunk_size: int) -> str | None:
+def check_supported(dims: Dims, dtype, chunk_size: int) -> str | None:
     """Why no kernel runs a call of the rule, whatever its widths are; None if one may.
 
     Args:

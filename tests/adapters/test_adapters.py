@@ -182,7 +182,7 @@ def test_maxtext_over_a_mesh_axis():
 
 def test_maxtext_by_kernels(monkeypatch):
     """In bfloat16 its call inside its `shard_map` is made of kernels for a Hopper GPU."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     shapes = (1, 128, 1, 64), (1, 128, 1), (1, 1, 64, 64)
     token, gate, state = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     split = jax.shard_map(

@@ -52,7 +52,7 @@ def test_bytes_are_what_the_kernel_reads_and_writes(part, monkeypatch):
     """The program on a GPU, traced only. Weights, and sums over some of the tokens, are small beside the rest."""
     from pallas_kernels.device import launch
 
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     programs = [(part.forward_bytes, part.call, part.arguments)]
     if part.backward_bytes is not None:
         outputs, vjp = jax.eval_shape(lambda *x: jax.vjp(part.call, *x), *part.arguments)

@@ -114,10 +114,10 @@ def kernels_everywhere(monkeypatch):
 
     monkeypatch.setattr(passes, "gated_delta_rule", rule)
     supported = dict.fromkeys(("mosaic_gpu", "mosaic_mma", "chunked", "recurrent"))
-    monkeypatch.setattr(passes, "supported", lambda *_: supported)
+    monkeypatch.setattr(passes, "supported_implementations", lambda *_: supported)
     monkeypatch.setattr(rule_bench, "rule_implementation", lambda: "mosaic_gpu")
     for module in (rule_bench, kernel_bench):
-        monkeypatch.setattr(module, "no_kernels", lambda: None)
+        monkeypatch.setattr(module, "device_reason", lambda *_: None)
     monkeypatch.setattr(measure, "measure", lambda *_: Timing(1.0, 0.9, 1.2))
     rows = [Row(1, 2, (6,), (4.0,), width=8), Row(1, 2, (5, 3), (2.0, 8.0), width=8)]
     monkeypatch.setattr(bench_rows, "FORWARD", rows)
@@ -156,7 +156,7 @@ def test_ratios_go_to_the_fastest_other_library(monkeypatch):
     monkeypatch.setattr(measure, "on_gpu", lambda: True)
     another = problem.beside(result, {"fla": Timing(0.4, 0.4, 0.5)}).values()  # a GPU without kernels of ours
     assert another["best peer"] == "fla (here)" and not another["published"] and "floor ms" not in another
-    monkeypatch.setattr(passes, "no_kernels", lambda: None)
+    monkeypatch.setattr(passes, "device_reason", lambda *_: None)
     here = problem.beside(result, {"fla": Timing(0.4, 0.4, 0.5)}).values()
     assert here["best peer"] == "fla (here)" and here["ratio"] == pytest.approx(0.54)
     assert here["peers"]["fla"]["slowest"] == 0.5 and here["x floor"] == 0.216 / here["floor ms"]
@@ -339,7 +339,7 @@ def test_peers_that_are_there_need_a_gpu(monkeypatch):
     monkeypatch.setattr(
         peers.importlib.util, "find_spec", lambda name: None if name == "tilelang" else object()
     )
-    reasons = {peer.name: peers.missing(peer) for peer in peers.PEERS}
+    reasons = {peer.name: peers.reason(peer) for peer in peers.PEERS}
     assert reasons["FlashQLA"] == "not installed (tilelang not found)"
     assert reasons["fla"] == "needs a GPU, JAX's default device is a cpu"
 
@@ -431,7 +431,7 @@ def test_peers_that_are_wrong_or_raise_are_told(kernels_everywhere, monkeypatch)
         factor = 2 if peer.name == "FlashInfer" else 1
         return Timing(2.0, 2.0, 2.0), {name: factor * x for name, x in right.items()}
 
-    monkeypatch.setattr(peers, "missing", lambda peer: None)
+    monkeypatch.setattr(peers, "reason", lambda peer: None)
     for kind in (peers.Peer, peers.JaxPeer):
         monkeypatch.setattr(kind, "measure", measured)
     status, text, _ = run(RuleBenchmark(passes=("forward",), rows=("1x6",)))

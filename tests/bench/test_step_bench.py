@@ -29,7 +29,7 @@ def other_library(monkeypatch):
 
     name = "jax-linear-attention"
     monkeypatch.setitem(peers.IN_LAYERS, name, peers.IN_LAYERS[name]._replace(rule=rule, layer=layer))
-    monkeypatch.setattr(peers, "missing", lambda peer: None)
+    monkeypatch.setattr(peers, "reason", lambda peer: None)
     return factor
 
 

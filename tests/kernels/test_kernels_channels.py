@@ -174,7 +174,7 @@ def test_the_derivative_is_that_of_the_plain_form(erase, monkeypatch):
 
 @pytest.mark.slow
 def test_public_call_lowers_with_its_gradient(monkeypatch):
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     S, f32 = jax.ShapeDtypeStruct, jnp.float32
     tokens, strength = S((1, 256, 2, 64), jnp.bfloat16), S((1, 256, 2), f32)
 
@@ -200,7 +200,7 @@ def test_public_call_lowers_with_its_gradient(monkeypatch):
     ],
 )
 def test_refusals(change, reason, monkeypatch):
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     K, dtype = change.get("K", 64), change.get("dtype", "bfloat16")
     q = jnp.zeros((1, 8, 1, K), dtype)
     call = functools.partial(

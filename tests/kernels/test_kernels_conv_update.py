@@ -166,7 +166,7 @@ def test_decode_from_one_array_in_plain_jax():
 def test_a_token_is_two_kernels(monkeypatch):
     """Lowered for a GPU nothing stands between the convolution and the rule but views, and both pools are updated in
     place; with slots of their own to write, too."""
-    monkeypatch.setattr(shards, "is_split", lambda *arrays: False)
+    monkeypatch.setattr(shards, "is_whole", lambda *arrays: True)
     monkeypatch.setattr(shards, "expected_shards", lambda arrays: None)
     case = Case("token", heads=(2, 2, 4))
     x = pool_steps.draw(case)

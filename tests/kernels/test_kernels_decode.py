@@ -272,7 +272,7 @@ def test_public_refusals_say_why():
 
 
 def test_another_device_is_refused(monkeypatch):
-    monkeypatch.setattr(launch, "kernel_reason", lambda needs: "there is no GPU")
+    monkeypatch.setattr(launch, "device_reason", lambda *_: "there is no GPU")
     case = Case("cpu", K=32, V=32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu': there is no GPU"):
         pool_steps.serve(case, pool_steps.draw(case), **KERNELS)

@@ -228,7 +228,7 @@ def test_blocks_whose_operands_norms_make(monkeypatch):
     assert calls["add_norm_eight_bits"] == 4 and calls["add_norm_eight_bits_backward"] == 3
     # Of the cotangents of channels, of gated norms, and of what was added before the last norm.
     assert calls["eight_bits"] == 5
-    monkeypatch.setattr(fused_eight_bits, "takes_norm", lambda *_: False)
+    monkeypatch.setattr(fused_eight_bits, "takes", lambda *_: False)
     for y, want in zip(got, both(), strict=True):
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want, np.float32))
     assert calls["eight_bits"] == 12 and not calls["add_norm_eight_bits"]

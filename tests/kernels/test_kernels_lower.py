@@ -126,7 +126,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
     """With gradients, of which those of a replicated input are summed over the devices."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices, JAX sees one")
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     text = gradients_lower(**options)
     assert "mosaic_gpu" in text
     assert text.count("all_reduce") == sums
@@ -142,7 +142,7 @@ def test_public_call_lowers_inside_shard_map(options, sums, monkeypatch):
 )
 @pytest.mark.slow
 def test_public_call_lowers_with_64_bits(options, monkeypatch):
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     with jax.enable_x64(True):
         assert "mosaic_gpu" in gradients_lower(**options)
 
@@ -190,7 +190,7 @@ SLOW_PROGRAMS = ("packed-vk-l2norm-scale-1-no-state", "segments-no-state-three-g
 def test_gradients_of_the_public_call_are_those_of_the_kernels(case, monkeypatch):
     """Asked for by name, the kernels run forward and backward, whatever the scale and the shapes, and no other
     form."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), cases.inputs(case, "bfloat16"))
     call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
     traced = call.trace(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids)

@@ -19,7 +19,7 @@ from gdn_jax.checks.accuracy import BOUNDS
 from gdn_jax.serving.call import interpreted as interpreted_calls
 from gdn_jax.shapes import Dims
 from pallas_kernels.chunks import inverse
-from pallas_kernels.forward import rule
+from pallas_kernels.forward import pools, rule
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 KERNELS = {"implementation": "mosaic_gpu"}
@@ -110,7 +110,7 @@ def test_refusals_say_why(change, reason):
     call = {"dtype": "float32", "slots": 3, "V": 64, "scale": 0.1} | change
     dims = Dims(B=1, T=9, N=2, Hq=1, Hk=1, HV=2, HO=2, K=64, V=call["V"])
     pool = jax.ShapeDtypeStruct((call["slots"], 2, 64, call["V"]), call["dtype"])
-    got = rule.check_pool(dims, pool, call["scale"])
+    got = pools.check_supported(dims, pool, call["scale"])
     assert got is None if reason is None else reason in str(got)
 
 

@@ -52,7 +52,7 @@ def test_prefill(case, monkeypatch):
     x = pool_prompts.draw(case)
     o, pool = run(case, x)
     pool_prompts.assert_right(case, x, o, pool)
-    monkeypatch.setattr(states.StateKernels, "takes_prompts", lambda *call: False)
+    monkeypatch.setattr(states.StateKernels, "takes", lambda *call: False)
     for y, outside in zip((o, pool), run(case, x), strict=True):
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(outside, np.float32))
 

@@ -17,7 +17,7 @@ from pallas_kernels.device import launch
 def test_one_product_of_the_input(monkeypatch):
     """All channels are one product forward and two backward, and no sum of their cotangents is in the program, in
     which the convolution's kernel changes the array that the gated norm made."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     graphdef, params = nnx.split(joining_layer())
 
     def loss(params, x):
@@ -55,7 +55,7 @@ def test_one_operation_is_the_layer(monkeypatch):
     cotangents = jax.tree.map(lambda y: draw(*y.shape), jax.eval_shape(run, *args))
     expected = fused_harness.compiled_vjp(run)(cotangents, *args)
     plain_kernels(monkeypatch)
-    monkeypatch.setattr(mixer, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(mixer, "takes", lambda *_: True)
     monkeypatch.setattr(blocks, "is_one_product", lambda *_: True)
     got = fused_harness.compiled_vjp(run)(cotangents, *args)
     monkeypatch.setattr(mixer, "mix", None)  # that the layer does call
@@ -92,7 +92,7 @@ def test_seam_of_one_operation(interpreted):
 )
 def test_layers_whose_products_are_apart(options, monkeypatch):
     """Also few tokens, and tokens with a mask or a past."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     calls = []
     monkeypatch.setattr(mixer, "mix", lambda *args, **_: calls.append(args) or (args[1], args[1], args[1]))
 

@@ -35,8 +35,9 @@ from gdn_jax.parts import latent_token
 from gdn_jax.parts import routing as plain_routing
 from gdn_jax.parts.channel_token import ChannelGates
 from gdn_jax.parts.experts import SharedExpert, row_mixture
+from gdn_jax.parts.heads_product import heads_product
 from gdn_jax.parts.kernels import trusted
-from gdn_jax.parts.row_product import heads_product, stream_product
+from gdn_jax.parts.row_product import stream_product
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.decode import channel_step, conv_update, step
 from pallas_kernels.device.grid_barrier import NAME

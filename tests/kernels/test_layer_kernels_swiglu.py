@@ -127,7 +127,7 @@ def test_seam_of_swiglu_in_its_products(interpreted, monkeypatch):
 )
 def test_which_kernels_a_swiglu_takes(shape, E, products):
     """Kernels that multiply need many rows, whole eights of tokens, and widths of whole steps."""
-    reason = fused_swiglu._check_products(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 48, E)
+    reason = fused_swiglu._check_supported(True, jax.ShapeDtypeStruct(shape, jnp.bfloat16), 48, E)
     assert (reason is None) == products
 
 

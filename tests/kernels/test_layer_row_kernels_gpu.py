@@ -20,7 +20,15 @@ from gdn_jax.models.inference import program
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.presets import PRESETS
-from gdn_jax.parts import delta_layer, dense_stream, experts, latent_token, routing, row_product
+from gdn_jax.parts import (
+    delta_layer,
+    dense_stream,
+    experts,
+    heads_product,
+    latent_token,
+    routing,
+    row_product,
+)
 from gdn_jax.shapes import Choice, Convolution
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +70,7 @@ def test_a_stream_chooses_its_experts(E, choice):
 def test_a_stream_and_its_swiglu(D, F, P):
     """At the widths of the 0.4B and 1.3B presets and of Qwen3.5 0.8B and 4B."""
     args, s, want = row_kernels.dense(D, F, P)
-    assert dense_stream.takes_stream(args[0], *args[-2:], None)
+    assert dense_stream.takes(args[0], *args[-2:], None)
     call = jax.jit(functools.partial(dense_stream.dense_stream, eps=1e-6))
     stream, z = call(*args)
     for _ in range(REPEATS):
@@ -108,7 +116,7 @@ LAYERS = {
 def layer_of(name: str, seed: int = 0):
     """Its results with heads of 128, for arguments that the kernel takes."""
     (x, y, layer, gates, options), want = row_kernels.delta_layer(K=128, seed=seed, **LAYERS[name])
-    assert delta_layer.takes_stream(x, layer, gates, None)
+    assert delta_layer.takes(x, layer, gates, None)
     return (x, y, layer), (gates, options), want
 
 
@@ -149,7 +157,7 @@ def test_row_of_a_stream(F, dtype):
 
 def test_row_of_heads():
     args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
-    call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="sigmoid"))
+    call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="sigmoid"))
     close(want, call(*args), "y")
 
 
@@ -176,7 +184,7 @@ def test_latent_attention_of_a_row(length):
     *arrays, norm, _, values, k, v, at = args
     latents = latent_token.Latents(static["kv"], static["gate"], static["scale"], static["eps"], 1e4)
     token = latent_token.LatentToken(*arrays, norm, values, k, v, at)
-    assert latent_token.takes_token(token, latents, None)
+    assert latent_token.takes(token, latents, None)
     call = jax.jit(functools.partial(latent_token.latent_token, latents=latents))
     got, new_k, new_v, after = call(token)
     for _ in range(REPEATS):

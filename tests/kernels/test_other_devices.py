@@ -19,7 +19,7 @@ from gdn_jax.bench.rule import RuleBenchmark
 from gdn_jax.commands import cli
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.losses import linear_softmax_cross_entropy
-from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.kernels import usable
 from gdn_jax.parts.norms import add_norm
 from gdn_jax.parts.swiglu import swiglu
 from gdn_jax.training import kernels, peak
@@ -133,7 +133,7 @@ def test_hopper_runs_both(monkeypatch):
 def test_without_wgmma(monkeypatch):
     """On 10.0 every kernel but those by wgmma, which are named one by one; what they multiply is XLA's."""
     pretend(monkeypatch, "10.0")
-    assert kernels_run(None) and not kernels_run(None, cross_entropy) and not kernels_run("chunked")
+    assert usable(None) and not usable(None, cross_entropy) and not usable("chunked")
     x, w = jnp.ones((4096, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
     assert kernels_of(partial(add_norm, weight=None, eps=1e-6), x, x) == 1
     assert kernels_of(swiglu, x, w, w, w) == 1
@@ -151,7 +151,7 @@ def test_without_wgmma(monkeypatch):
     head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
     assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == 1
     pretend(monkeypatch, "9.0")
-    assert kernels_run(None, cross_entropy)
+    assert usable(None, cross_entropy)
 
 
 @pytest.mark.slow

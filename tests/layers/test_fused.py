@@ -250,11 +250,11 @@ def test_embed(dtype):
 def test_when_kernels_are_used(implementation, reason, device, expected, monkeypatch):
     from pallas_kernels.device import launch
 
-    monkeypatch.setattr(launch, "kernel_reason", lambda needs: device)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: device)
     told = device or "a reason"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert kernels.usable("a part", implementation, reason) is expected
+        assert kernels.usable(implementation, part="a part", reason=reason) is expected
     text = f"a part runs in plain JAX beside the kernels of 'mosaic_gpu': {told}"
     assert [str(w.message) for w in seen] == [text] * (implementation == "mosaic_gpu" and not expected)
 
@@ -263,7 +263,7 @@ def test_a_named_kernel_that_cannot_run_is_told_of(monkeypatch):
     """By every part, with its reason, and not where the name is left out."""
     from pallas_kernels.device import launch
 
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     ones = lambda *shape: jax.device_put(np.ones(shape, np.float32))  # noqa: E731
     x, weight, many = ones(1, 9, 24), ones(24), ones(300, 8)
     calls = {

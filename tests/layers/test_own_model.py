@@ -48,7 +48,7 @@ def test_a_symbolic_batch_is_exported(monkeypatch):
         exported(gated_delta_rule, sizes(2, b))
     with pytest.raises(ValueError, match=r"cu_seqlens: expected sizes that are numbers .*, got \[b\]"):
         exported(gated_delta_rule, sizes(1, 9), cu_seqlens=jax.ShapeDtypeStruct((b,), jnp.int32))
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     assert exported(gated_delta_rule, sizes(b, 9), jnp.bfloat16)[0] == "(b, 9, 2, 4)"
     for operation in (gated_delta_rule, delta_rule):
         named = functools.partial(operation, implementation="mosaic_gpu")

@@ -105,7 +105,7 @@ def losses(module):
 @pytest.mark.slow
 def test_a_gpu_multiplies_eight_bits(monkeypatch):
     """Of a layer by kernels, whose projections of x are one product, and of a SwiGLU, both branches of which are."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     x = jax.ShapeDtypeStruct((1, 512, 32), "bfloat16")
     swiglu = drawn(lambda rngs: SwiGLU(32, 64, dtype=jnp.bfloat16, rngs=rngs))
     for part, wide in ((nnx.clone(joining_layer()), "4352"), (swiglu, "128")):
@@ -120,7 +120,7 @@ def test_a_gpu_multiplies_eight_bits(monkeypatch):
 @pytest.mark.parametrize(("reason", "count"), [("no GPU", 0), (None, 2)])
 def test_weights_and_gradients_stay_by_rows(monkeypatch, reason, count):
     """Where kernels make the operands of their products, so that nothing has to be transposed for the optimiser."""
-    monkeypatch.setattr(launch, "device_reason", lambda: reason)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: reason)
     x, w, dy = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 64), (64, 128), (64, 128)))
     both = jax.make_jaxpr(lambda x, w, dy: jax.vjp(partial(times, Float8()), x, w)[1](dy))(x, w, dy)
     assert str(both).count("layout_constraint[") == count
@@ -141,7 +141,7 @@ def test_a_layer_by_kernels_multiplies_so(monkeypatch):
     args, cotangent = (params, draw(1, 9, 24)), draw(1, 9, 24)
     expected = fused_harness.compiled_vjp(run)(cotangent, *args)
     plain_kernels(monkeypatch)
-    monkeypatch.setattr(mixer, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(mixer, "takes", lambda *_: True)
     monkeypatch.setattr(blocks, "is_one_product", lambda *_: True)
     got = fused_harness.compiled_vjp(run)(cotangent, *args)
     for like, y in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):

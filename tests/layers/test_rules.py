@@ -18,7 +18,8 @@ from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.models import ModelConfig
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
-from gdn_jax.parts.attention import same_segment, takes_cudnn
+from gdn_jax.parts import attention as parts_attention
+from gdn_jax.parts.attention import same_segment
 
 RECURRENT = ("linear_attention", "mamba2", "delta", "gated_delta")
 F32 = tolerance("o", "float32")
@@ -160,7 +161,7 @@ def test_softmax_attention_by_cudnn(dtype, segments, K, V):
     q, k, v = (jnp.asarray(x, dtype) for x in inputs(130, heads=(2, 4), K=K, V=V)[:3])
     ids = jnp.asarray(np.repeat([[4, 7, 4], [1, 1, 2]], [30, 60, 40], axis=1)) if segments else None
     shapes = (jnp.zeros((2, 130, 4, max(K, V)), dtype),) * 2
-    assert takes_cudnn(*shapes, same_segment(ids)) == (K != 12)
+    assert parts_attention.takes(*shapes, same_segment(ids)) == (K != 12)
     weights = np.random.default_rng(1).normal(size=(2, 130, 4, V)).astype(np.float32)
 
     def run(q, k, v):

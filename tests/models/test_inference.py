@@ -110,7 +110,7 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
     """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
     assert for_decoding(ready, 1) is ready  # without a GPU
-    monkeypatch.setattr(program, "kernels_run", lambda implementation: True)
+    monkeypatch.setattr(program, "usable", lambda implementation: True)
     copy = for_decoding(ready, 1)
     groups = [part for _, part in nnx.iter_modules(copy) if isinstance(part, ProjectionGroup)]
     assert len(groups) == 2 * 4
@@ -138,7 +138,7 @@ def test_tokens_of_attention(attention, monkeypatch):
         kinds = dict(layer_types=("attention", "gated_delta_net"), attention=attention)
     model = made(dataclasses.replace(CONFIG, dtype="float32", **kinds))
     whole, cache = np.asarray(logits(model, ROW)), model.init_cache(len(ROW), 8)
-    monkeypatch.setattr(program, "kernels_run", lambda implementation: True)
+    monkeypatch.setattr(program, "usable", lambda implementation: True)
     copy = for_decoding(for_inference(model), len(ROW))
     changed = [type(block.mixer).__name__ for block in copy.blocks]
     assert changed == (

@@ -379,7 +379,7 @@ def test_arguments_are_checked(options, message):
 
 def test_kernels_that_hand_over_no_states(monkeypatch):
     """By name they are refused; unasked the chunked form runs where a device has no others."""
-    monkeypatch.setattr(mma_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(mma_rule, "device_reason", lambda *_: None)
     mesh, x = mesh_of((2,), ("context",)), jnp.ones((1, 128, 2, 64), jnp.bfloat16)
 
     def traced(**how):
@@ -404,7 +404,7 @@ def test_kernels_that_hand_over_no_states(monkeypatch):
 @pytest.mark.slow
 def test_kernels_lower(packed, monkeypatch):
     """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""
-    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
+    monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
     mesh = mesh_of((4,), ("context",))
     B, N, T = (1, 3, 512) if packed else (2, 2, 512)
 

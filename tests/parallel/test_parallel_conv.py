@@ -47,7 +47,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(kernel, "short_conv", forward)
     monkeypatch.setattr(kernel, "short_conv_backward", backward)
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     jax.clear_caches()
     yield traced
     jax.clear_caches()

@@ -92,8 +92,8 @@ def no_launch(monkeypatch):
 
     for module in KERNEL_MODULES:
         monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{module}"), "launch", launch)
-    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
-    monkeypatch.setattr(mma_rule, "device_reason", lambda: None)
+    monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
+    monkeypatch.setattr(mma_rule, "device_reason", lambda *_: None)
     jax.clear_caches()  # of what was traced with other kernels
     yield
     jax.clear_caches()
@@ -267,7 +267,7 @@ def test_fused_parts_run_on_parts_of_the_heads(name, result):
 
 def test_the_kernels_lower_for_a_gpu_mesh(monkeypatch):
     """It is one operation that XLA splits, once forward and once backward."""
-    monkeypatch.setattr(device_launch, "device_reason", lambda: None)
+    monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
     mesh = mesh_of((8,), ("d",))
     rows = NamedSharding(mesh, spec("d"))
     v = jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16, sharding=rows)

@@ -133,10 +133,10 @@ def plain_kernels(monkeypatch):
     monkeypatch.setattr(shards, "CHANNELS", 3)
     for plain in (StatePool, DeferredPool, WindowPool):
 
-        def unsupported(self, tokens, where) -> None:
+        def reason(self, tokens, where) -> None:
             """They run every call."""
 
-        stand_in = type(f"Opaque{plain.__name__}", (plain,), {"is_opaque": True, "unsupported": unsupported})
+        stand_in = type(f"Opaque{plain.__name__}", (plain,), {"is_opaque": True, "reason": reason})
         monkeypatch.setattr(plain, "by_kernels", lambda pool, kind=stand_in: kind(*vars(pool).values()))
     jax.clear_caches()  # of what was traced with the kernels
     yield
@@ -301,7 +301,7 @@ def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
         return SimpleNamespace(call=lambda *_: program.out_tree.unflatten([zero() for zero in zeros]))
 
     monkeypatch.setattr(partitioning, "_lowered", lowered)
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     placed = place(mesh_of((8,), ("d",)), arrays(width=64, length=16))
     calls = pick(KERNELS, "decode", "verify", "decode on a ring", "verify on a ring", "prefill").values()
     compiled = jax.jit(lambda x: [call(x) for call in calls]).lower(placed).compile()
@@ -320,7 +320,7 @@ def test_the_kernels_are_lowered_for_their_heads(monkeypatch):
 @pytest.mark.parametrize("name", ["decode", pytest.param("verify on a ring", marks=slow), "prefill"])
 def test_the_kernels_are_lowered_on_explicit_axes(name, monkeypatch):
     """In place, on the heads of a shard."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     x = place(mesh_of((8,), ("d",), EXPLICIT), arrays(width=64, length=16))
     text = jax.jit(KERNELS[name]).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     counts = text.count("custom_call @mosaic_gpu"), text.count("#stablehlo.output_operand_alias<")
@@ -331,7 +331,7 @@ def test_the_kernels_are_lowered_on_explicit_axes(name, monkeypatch):
 def test_shards_whose_types_name_mesh_axes(monkeypatch):
     """JAX lets no kernel write into such a pool: a step is plain JAX, or refused; prompts write to the pool behind
     their kernels."""
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     mesh, over_heads = mesh_of((8,), ("d",)), spec(None, "d")
 
     def lower(call, check_vma=True):

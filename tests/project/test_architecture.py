@@ -451,6 +451,41 @@ def test_habits(path):
     assert "jax.config.update" not in path.read_text(), f"{path.name} changes jax.config"
 
 
+QUESTIONS = {
+    "check_supported": "why a kernel refuses shapes and dtypes",
+    "device_reason": "why the default device lacks what a kernel needs",
+    "reason": "why an implementation, a pool, a peer refuses a call",
+    "usable": "whether kernels run for a caller who lets them, with a warning where they were named",
+    "takes": "whether the operation of a module, or an object, runs a call",
+    "is_whole": "whether arrays lie on one device",
+    "fits": "whether shared memory has room for a division of a kernel's work",
+    "supported_implementations": "which implementations of the rule run a call",
+    "can_be_served": "whether a layer runs over pools",
+    "splits_tokens": "whether a layer runs where a mesh splits the tokens of rows",
+}
+"""The names of all functions that ask whether something can run, and what each asks. There are ten at most."""
+ANSWERS = {"bool", "str | None", "dict[str, str | None]"}
+ASKS_BY_NAME = re.compile(
+    r"takes|usable|support|reason|refus|can_|has_kernel|kernels_run|is_whole|is_split|fits"
+)
+ASKS_IN_WORDS = re.compile(
+    r"(Returns )?[Ww]hy\b.*\b(can|cannot|take|no kernel)\b"
+    r"|.*[Ww]hether\b.*\b(takes?\b(?! less)|can run|kernels? (run|make)|one device|served|may (be )?split)\b"
+)
+
+
+def test_questions_have_names():
+    """Who asks whether something can run asks it by one of a few names; an eleventh is a second name for one of them,
+    or a question that the operation itself should answer."""
+    found = set()
+    for node in (node for path in FILES for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) in ANSWERS:
+            words = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+            if ASKS_BY_NAME.search(node.name) or ASKS_IN_WORDS.match(words):
+                found.add(node.name.removeprefix("_"))
+    assert found == QUESTIONS.keys() and len(found) <= 10, found ^ QUESTIONS.keys()
+
+
 LONGEST_FILE, LONGEST_BODY = 450, 120
 POOLS = ("ring.py",)
 """Files of calls for one kind of pools, which may ask whether arrays are of that kind."""

@@ -38,7 +38,7 @@ def functions_up_to(kernel: str, monkeypatch, call, *shapes) -> list[str]:
         raise Started
 
     monkeypatch.setattr(plgpu, "kernel", stop)
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     monkeypatch.setattr(
         jax, "device_count", lambda: 1
     )  # on several devices an operation is split over them first

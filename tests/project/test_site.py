@@ -119,7 +119,7 @@ CHECKS_NOTHING = {
     "gdn_jax.parallel.sharding": {"parameter_specs", "state_shardings", "batch_sharding"},
     "gdn_jax.parallel.context": {"by_states"},
     "gdn_jax.parallel.context_conv": {"short_conv_by_kernels"},
-    "gdn_jax.parallel.exchange": {"rule_by_heads", "pays", "reason_against", "sent_bytes", "steps"},
+    "gdn_jax.parallel.exchange": {"rule_by_heads", "pays", "reason", "sent_bytes", "steps"},
     "gdn_jax.parallel.head_shards": {
         "projections_on_mesh",
         "swiglu_on_mesh",

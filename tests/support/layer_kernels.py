@@ -86,7 +86,7 @@ KERNELS = (
 def interpret(monkeypatch) -> collections.Counter:
     """`gdn_jax.parts` takes the kernels, interpreted, as on a GPU. Returns the counts of their calls by name."""
     calls = collections.Counter()
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
 
     def counted(kernel, function, *arguments, **options):
         calls[kernel] += 1

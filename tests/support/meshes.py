@@ -126,7 +126,7 @@ def stand_ins(monkeypatch):
 
     monkeypatch.setattr(forward_rule, "forward", forward)
     monkeypatch.setattr(backward_rule, "backward", backward)
-    monkeypatch.setattr(launch, "device_reason", lambda: None)
+    monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     jax.clear_caches()  # of what was traced with other kernels
     yield
     jax.clear_caches()

@@ -96,7 +96,7 @@ def stream(D: int, F: int, dtype: str, seed: int = 0):
 
 
 def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
-    """Arguments of `parts.row_product.heads_product`, the gates behind other channels, and what it gives."""
+    """Arguments of `parts.heads_product`, the gates behind other channels, and what it gives."""
     draw = draws(seed)
     o, channels, norm = (
         draw(H, V, dtype="bfloat16"),

@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first, parts_of_group
 from gdn_jax.models.attention import Attention, AttentionCache, WindowCache
 from gdn_jax.models.window import WindowAttention
+from gdn_jax.parts import row_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
-from gdn_jax.parts.row_product import stream_product, takes_stream
 from gdn_jax.parts.unsummed import Parts
 
 
@@ -55,9 +55,11 @@ class AttentionRows(Attention):
         self._check_call(x, cache, mask, segment_ids, return_cache)
         group, places = found
         weight = group.weight[...]
-        if takes_stream(x, weight, self.implementation):
+        if row_product.takes(x, weight, self.implementation):
             static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
-            x, _, channels, _ = stream_product(x, array_of(y), norm.scale(jnp.float32), weight, **static)
+            x, _, channels, _ = row_product.stream_product(
+                x, array_of(y), norm.scale(jnp.float32), weight, **static
+            )
         else:
             x, normalized = norm.add(x, y)
             channels = group(normalized)

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm, SwiGLU, normalise_first
+from gdn_jax.parts import dense_stream
 from gdn_jax.parts.ahead import read_ahead
-from gdn_jax.parts.dense_stream import dense_stream, takes_stream
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.swiglu import gated
 from gdn_jax.parts.unsummed import Parts
@@ -38,7 +38,7 @@ class DenseRow(nnx.Module):
             return None
         down = mlp.down_proj.kernel[...]
         row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * down.shape[0]))
-        return cls(mlp) if takes_stream(row, gate_up, down, mlp.implementation) else None
+        return cls(mlp) if dense_stream.takes(row, gate_up, down, mlp.implementation) else None
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The MLP of any rows, see `SwiGLU`."""
@@ -51,10 +51,10 @@ class DenseRow(nnx.Module):
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """See `layers.blocks.from_stream`: the MLP of one row is float32."""
         weights = self.branches.weight[...], self.down[...]
-        if not takes_stream(x, *weights, self.implementation):
+        if not dense_stream.takes(x, *weights, self.implementation):
             return normalise_first(self, norm, x, y)
         scale, ahead = norm.scale(jnp.float32), read_ahead(self, 2)
-        return dense_stream(x, array_of(y), scale, *weights, eps=norm.eps, ahead=ahead)
+        return dense_stream.dense_stream(x, array_of(y), scale, *weights, eps=norm.eps, ahead=ahead)
 
     ahead: tuple[nnx.Param, ...] = ()
     """See `parts.ahead.Reader`."""

@@ -10,10 +10,9 @@ from jaxtyping import Array, Float
 
 from gdn_jax.layers.blocks import RMSNorm, group_projections, normalise_first
 from gdn_jax.models.experts import Experts
-from gdn_jax.parts import routing
+from gdn_jax.parts import routing, row_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of, transposed_product
-from gdn_jax.parts.row_product import stream_product, takes_stream
 from gdn_jax.parts.unsummed import Parts
 
 
@@ -47,10 +46,10 @@ class ExpertRows(Experts):
         if (routed := self._routed(x, dtype)) is not None:
             ahead = read_ahead(self, len(self.token_weights()))
             return routing.routed_stream(x, added, scale, weight, *routed, eps=norm.eps, ahead=ahead)
-        if not takes_stream(x, weight, self.implementation):
+        if not row_product.takes(x, weight, self.implementation):
             return normalise_first(self, norm, x, y)
         options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
-        s, normalized, scores, _ = stream_product(x, added, scale, weight, **options)
+        s, normalized, scores, _ = row_product.stream_product(x, added, scale, weight, **options)
         assert normalized is not None
         z = self.mix(normalized.reshape(1, -1), *self.chosen(scores.reshape(1, -1)))
         return s, z if isinstance(z, Parts) else z.astype(dtype).reshape(x.shape)
@@ -64,7 +63,7 @@ class ExpertRows(Experts):
         assert self.router_bias is not None
         gate_up, down = (weight[...].astype(dtype) for weight in (self.gate_up, self.down))
         args = x, self.router_rows[...], choice, gate_up, shared, self.implementation
-        return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes_stream(*args) else None
+        return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes(*args) else None
 
     def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
         """See `Experts.scores`: of one row from the transposed router."""

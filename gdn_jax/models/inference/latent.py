@@ -11,10 +11,10 @@ from gdn_jax.layers.blocks import Projection, RMSNorm
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
+from gdn_jax.parts import latent_token, row_product
 from gdn_jax.parts.ahead import read_ahead
-from gdn_jax.parts.latent_token import Latents, LatentToken, latent_token, takes_token
+from gdn_jax.parts.latent_token import Latents, LatentToken
 from gdn_jax.parts.products import transposed_product
-from gdn_jax.parts.row_product import stream_product, takes_stream
 
 
 class LatentRows(AttentionRows, LatentAttention):
@@ -71,11 +71,13 @@ class LatentRows(AttentionRows, LatentAttention):
     def _second_of_channels(self, channels: Float[Array, "B T C"], first: int):
         """`second` of the latents among the projections of x, where they lie; None where no kernel takes them."""
         matrix = None if self.query_rows is None else self.query_rows[...]
-        if matrix is None or first % 4 or not takes_stream(channels, matrix, self.implementation):
+        if matrix is None or first % 4 or not row_product.takes(channels, matrix, self.implementation):
             return None
         static: Any = dict(eps=LATENT_NORM_EPS, dtype=self.dtype or channels.dtype, first=first)
         static["ahead"] = read_ahead(self, 2)
-        return stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[2]
+        return row_product.stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[
+            2
+        ]
 
     def _by_kernel(self, channels, q_b, places, cache):
         """A token of one row from its products, and the cache; None where no kernel takes them."""
@@ -86,9 +88,9 @@ class LatentRows(AttentionRows, LatentAttention):
         latents = Latents(kv.start, first, a.key_dim**-0.5, LATENT_NORM_EPS, a.rope_theta)
         norm, values = self.kv_a_norm.scale(jnp.float32), self.value_rows[...].astype(q_b.dtype)
         token = LatentToken(channels.reshape(1, -1), q_b.reshape(1, -1), norm, values, *cache)
-        if not takes_token(token, latents, self.implementation):
+        if not latent_token.takes(token, latents, self.implementation):
             return None
-        o, *after = latent_token(token, latents)
+        o, *after = latent_token.latent_token(token, latents)
         return self.o_proj(o[None]), FixedAttentionCache(*after)
 
     def halves_of(self, q: Float[Array, "B T F"]) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:

@@ -22,7 +22,7 @@ from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parallel.head_shards import splits_heads
-from gdn_jax.parts.kernels import kernels_run
+from gdn_jax.parts.kernels import usable
 from gdn_jax.parts.products import PLAIN
 
 
@@ -83,7 +83,7 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
       model: of `for_inference`; may be traced.
       rows: that have a token in every call.
     """
-    if not kernels_run(model.config.implementation) or splits_heads():
+    if not usable(model.config.implementation) or splits_heads():
         return model
     model = nnx.clone(model)
     for block in model.blocks:

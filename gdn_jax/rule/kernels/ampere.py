@@ -42,7 +42,7 @@ class Ampere:
 
         return rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
 
-    def gradients_reason(self, x: Arrays) -> str | None:
+    def reason(self, x: Arrays) -> str | None:
         """See `KernelSet`."""
         del x
 

@@ -45,7 +45,7 @@ class Channels(InSegments):
 
         return channel_rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
 
-    def gradients_reason(self, x: Arrays) -> str | None:
+    def reason(self, x: Arrays) -> str | None:
         """See `KernelSet`."""
         from pallas_kernels.backward import channel_rule
 

@@ -56,7 +56,7 @@ class KernelSet(Protocol):
         """
         ...
 
-    def gradients_reason(self, x: Arrays) -> str | None:
+    def reason(self, x: Arrays) -> str | None:
         """Why they cannot run the derivative of a call that they run; None if they can.
 
         Where they cannot, it is that of the chunked form in plain JAX, from the arguments alone.

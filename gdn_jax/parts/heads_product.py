@@ -1,0 +1,88 @@
+"""The gated norm of a token's heads, with a product of one row in the same kernel."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.parts.kernels import fused_op, is_whole, usable
+
+
+class _Static(NamedTuple):
+    """Static arguments of `heads_product`."""
+
+    eps: float
+    activation: str
+    dtype: Any
+
+
+def takes(
+    o: Float[Array, "H V"], channels: int, weight: Float[Array, "F D"], implementation: str | None
+) -> bool:
+    """Whether `heads_product` takes heads, so many channels that end in their gates, and a matrix."""
+    if not usable(implementation) or not is_whole(o, weight):
+        return False
+    from pallas_kernels.layer import row_product as kernels
+
+    return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight)) is None
+
+
+def heads_product(
+    o: Float[Array, "H V"],
+    channels: Float[Array, " C"],
+    norm: Float[Array, " V"],
+    weight: Float[Array, "F D"],
+    *,
+    eps: float,
+    activation: str,
+    ahead: Sequence[jax.Array] = (),
+) -> Float[Array, "1 F"]:
+    """The gated norm of a token's heads, side by side, times weight^T, in one kernel.
+
+        v = o (mean(o^2) + eps)^(-1/2) norm f(z),   z the last H V channels
+
+    The result can be differentiated once, in reverse.
+
+    Args:
+      o: heads, for which `takes` is true.
+      channels: of which the last are the gates.
+      norm: weight of the norm, float32.
+      weight: the matrix.
+      eps: of the norm.
+      activation: f, "silu" or "sigmoid".
+      ahead: as for `row_product.stream_product`.
+
+    Returns:
+      [1, F] in the matrix' dtype. Numerics: float32; v is not rounded.
+    """
+    return _op(_Static(eps, activation, weight.dtype), o, channels, norm, weight, tuple(ahead))
+
+
+def _by_kernel(static: _Static, o, channels, norm, weight, ahead):
+    from pallas_kernels.layer.row_product import heads_product
+
+    z = channels.reshape(-1, o.shape[1])
+    return heads_product(o, z, norm, weight, ahead=ahead, **static._asdict())
+
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+def plain_heads(eps: float, activation: str, o, channels, norm, weight):
+    """`heads_product` in plain JAX, for derivatives."""
+    wide, z = o.astype(jnp.float32), channels[-o.size :].reshape(o.shape).astype(jnp.float32)
+    v = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * norm
+    v = (v * _ACTIVATIONS[activation](z)).reshape(1, -1)
+    return jnp.einsum("nd,fd->nf", v, weight.astype(jnp.float32), precision="highest").astype(weight.dtype)
+
+
+_op = fused_op(
+    lambda static, *args: (_by_kernel(static, *args), args[:-1]),
+    lambda static, saved, cotangents: (
+        *jax.vjp(partial(plain_heads, static.eps, static.activation), *saved)[1](cotangents),
+        None,
+    ),
+)
