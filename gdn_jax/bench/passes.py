@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,8 @@ from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.commands.errors import one_line
+from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
 from gdn_jax.training.kernels import device_reason
-
-Implementation = Literal["mosaic_gpu", "mosaic_mma", "chunked", "recurrent"]
-IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
-"""Implementations of the rule, fastest first."""
-PLAIN = ("chunked", "recurrent")
-"""Implementations without kernels."""
 
 
 class Part(NamedTuple):
@@ -169,7 +164,7 @@ class Problem:
         Args: as for `timed` and `beside`; make takes the known borders, and then the unknown ones.
         """
         kinds: dict[str, tuple[Any, Any]] = {"": (None, self.cu_seqlens)}
-        if self.cu_seqlens is not None and by not in PLAIN:
+        if self.cu_seqlens is not None and by in BY_KERNELS:
             kinds = {"known": (self.row.cu_seqlens, None), "traced": (None, self.cu_seqlens)}
         for lengths, borders in kinds.items():
             about = {"row": self.row.name, "pass": self.what, "by": by, "lengths": lengths}

@@ -10,17 +10,23 @@ and last heads.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from gdn_jax.bench import passes, peers
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, Width
 from gdn_jax.bench.measure import Timing, on_gpu
-from gdn_jax.bench.passes import IMPLEMENTATIONS, PLAIN, Implementation, Problem
+from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.fields import Distinct, Positive, Repeated
+from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
 from gdn_jax.training.kernels import device_reason, rule_implementation
+
+if TYPE_CHECKING:
+    Implementation = str
+else:
+    Implementation = Literal[IMPLEMENTATIONS]  # for the command line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ class RuleBenchmark(Benchmark):
         """Rows with their passes, the dtype and the implementations."""
         of_channels = "chunked" if device_reason() else "mosaic_gpu"
         fastest = rule_implementation() if self.gates == ("head",) else of_channels
-        if self.is_table and (self.rows or fastest not in PLAIN):
+        if self.is_table and (self.rows or fastest in BY_KERNELS):
             rows = bench_rows.table_rows(self.rows, self.passes, self.gates)
             return rows, "bfloat16", self.implementations or (fastest,)
         lengths = (2048,) if self.lengths is None else self.lengths

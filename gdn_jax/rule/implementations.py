@@ -133,6 +133,9 @@ TABLE: tuple[Implementation, ...] = (
 IMPLEMENTATIONS = tuple(dict.fromkeys(one.name for one in TABLE))
 """Names of the implementations, fastest first."""
 
+BY_KERNELS = tuple(dict.fromkeys(one.name for one in TABLE if one.by_kernels))
+"""Names of those that are kernels."""
+
 
 def first(call: Call, x: Arrays, dims: Dims, name: str | None = None) -> Implementation:
     """The fastest implementation that runs a call, or the one of that name.

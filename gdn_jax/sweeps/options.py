@@ -9,9 +9,7 @@ from gdn_jax.commands.fields import Distinct, Later, PerStart, Positive, Range, 
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import ScheduleOptions, SizeOptions
-from gdn_jax.training.tasks.next_byte import TextOptions
 from gdn_jax.training.tasks.options import TaskOptions
-from gdn_jax.training.tasks.recall import RecallOptions
 
 if TYPE_CHECKING:
     MixerName = str
@@ -128,13 +126,7 @@ def check(options: SweepOptions) -> None:
         for mixer in grid.mixers:
             MIXERS[mixer].model(model).check()
     options.task.check()
-    if isinstance(options.task, TextOptions) and options.task.test_lengths is None:
-        fail("test_lengths", "at least one length", "none")
-    if isinstance(options.task, RecallOptions) and not grid.resume:
-        # Batches of the validation set take the kinds of rows in turn.
-        least = (len(dict(options.task.parsed_cases())) - 1) * grid.batch_size + 1
-        if options.task.val_sequences < least:
-            fail("val_sequences", f"at least {least}, a batch of each of --cases", options.task.val_sequences)
+    options.task.check_sweep(None if grid.resume else grid.batch_size)
     if grid.lr_seeds is None:
         runs = grid.seeds * len(grid.lrs) * len(grid.write_starts or (1,)) * len(grid.time_steps or (1,))
         if runs % grid.together:

@@ -12,13 +12,19 @@ from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
 from gdn_jax.commands.fields import Fraction, Later, MayChange, NotNegative, PerStart, Positive, Range, Seed
 from gdn_jax.layers.table import TOKEN_MIXERS
+from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
 from gdn_jax.rules import RULES
 from gdn_jax.shapes import ArgumentError
 from gdn_jax.training.tasks.options import TaskOptions
 from gdn_jax.training.tasks.table import CLASSES
 from gdn_jax.training.tasks.task import Task
 
-Implementation = Literal["auto", "recurrent", "chunked", "mosaic_gpu", "mosaic_mma"]
+if TYPE_CHECKING:
+    Implementation = RuleName = MixerName = str
+else:  # for the command line
+    Implementation = Literal["auto", *IMPLEMENTATIONS]
+    RuleName, MixerName = Literal[tuple(RULES)], Literal[tuple(TOKEN_MIXERS)]
+Form = Literal["gated_delta_net", "hybrid", "hybrid_control", "transformer"]
 NotInConfig = fields.Mark("It is no field of a ModelConfig: it changes its weights, or sets several fields.")
 _MOST_LAYERS = 10_000
 """Layers at most: a model is made layer by layer, and the configuration of a hybrid lists the type of each."""
@@ -117,13 +123,6 @@ class SizeOptions:
             fail(error.name, error.expected, error.got)
 
 
-Form = Literal["gated_delta_net", "hybrid", "hybrid_control", "transformer"]
-if TYPE_CHECKING:
-    RuleName = MixerName = str
-else:
-    RuleName, MixerName = Literal[tuple(RULES)], Literal[tuple(TOKEN_MIXERS)]  # for the command line
-
-
 # The form of Qwen3.5 beside its attention layers.
 _QWEN3_5 = {"zero_centred_norms": True, "scale_embedding": False}
 
@@ -207,7 +206,8 @@ class ModelOptions(SizeOptions):
             for name, wanted in (("rule", "gated_delta"), ("allow_neg_eigval", False)):
                 if getattr(self, name) != wanted and self.mixer == "gated_delta_net":
                     fail(name, f"{wanted} in a {self.model}", getattr(self, name))
-        if self.implementation.startswith("mosaic") and self.rule not in ("gated_delta", "delta"):
+        rule = RULES.get(self.rule)  # ModelConfig knows what is none
+        if self.implementation in BY_KERNELS and rule is not None and "implementation" not in rule.options:
             fail(
                 "implementation", f"auto with the rule {self.rule}, which has no kernels", self.implementation
             )
@@ -280,13 +280,12 @@ def check(options: TrainOptions) -> None:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
     options.model.check()
     options.task.check()
+    options.task.check_rule(RULES[options.model.rule])
     if options.task.pretrained() is not None:
         given, default = vars(options.model), vars(ModelOptions())
         for name in default:
             if name not in OF_A_CHECKPOINT and given[name] != default[name]:
                 fail(name, f"{default[name]}, as the model is that of --from", given[name])
-    if options.task.task == "bytes" and options.model.rule == "softmax_attention":
-        fail("rule", "a rule with a recurrent state, through which the sample is written", options.model.rule)
 
 
 def after(options: TrainOptions) -> TrainOptions:

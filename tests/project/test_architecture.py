@@ -257,13 +257,14 @@ ROOMS: dict[str, set[str]] = {
     "commands": set(),
     "hf": {"layers", "models", "commands"},
     "checks": {"gdn_jax", "commands"},
-    "training.tasks": {"models", "hf", "commands"},
+    "training.tasks": {"rules", "models", "hf", "commands"},
     "training": {
         "styles",
         "shapes",
         "parts.products",
         "parts",
         "gdn_jax",
+        "rule.implementations",
         "parallel",
         "rules",
         "layers.blocks",
@@ -288,6 +289,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "bench": {
         "gdn_jax",
+        "rule.implementations",
         "shapes",
         "rules",
         "serving",

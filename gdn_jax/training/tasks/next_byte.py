@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from gdn_jax import models
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, NotNegative, Positive
+from gdn_jax.rules import Rule
 from gdn_jax.training.tasks import ngrams, text
 from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.options import CorpusOptions, prompt_bytes
@@ -43,6 +44,14 @@ class TextOptions(CorpusOptions):
         prompt_bytes(self.prompt)
         if self.test_lengths is not None and list(self.test_lengths) != sorted(self.test_lengths):
             fail("test_lengths", "ascending lengths", " ".join(map(str, self.test_lengths)))
+
+    def check_rule(self, rule: Rule) -> None:
+        if "initial_state" not in rule.options:
+            fail("rule", "a rule with a recurrent state, through which the sample is written", rule.name)
+
+    def check_sweep(self, batch_size: int | None) -> None:
+        if self.test_lengths is None:
+            fail("test_lengths", "at least one length", "none")
 
 
 class BytesTask(Task):

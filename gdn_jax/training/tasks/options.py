@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, MayChange, Positive
+from gdn_jax.rules import Rule
 
 
 def prompt_bytes(prompt: str) -> bytes:
@@ -49,6 +50,16 @@ class TaskOptions:
 
     def check(self) -> None:
         """Raises RunError naming an option that does not fit the others; here all do."""
+
+    def check_rule(self, rule: Rule) -> None:
+        """Raises RunError where a model with this rule cannot be trained on the task; here all can."""
+
+    def check_sweep(self, batch_size: int | None) -> None:
+        """Raises RunError naming an option with which runs cannot be compared; here all can.
+
+        Args:
+          batch_size: sequences of a step, and of a batch of the validation set; None in a sweep that goes on.
+        """
 
     def pretrained(self) -> "Pretrained | None":
         """Returns the checkpoint that the run begins with and whose sizes the model has, None for a fresh model."""

@@ -108,6 +108,14 @@ class RecallOptions(GeneratedOptions):
                 least = "2" if self.rewrite else f"2 * --{name.replace('_', '-')} = {2 * most}"
                 fail("vocab_size", f"an even number, at least {least}", self.vocab_size)
 
+    def check_sweep(self, batch_size: int | None) -> None:
+        if batch_size is None:
+            return
+        # Batches of the validation set take the kinds of rows in turn.
+        least = (len(dict(self.parsed_cases())) - 1) * batch_size + 1
+        if self.val_sequences < least:
+            fail("val_sequences", f"at least {least}, a batch of each of --cases", self.val_sequences)
+
 
 SLICES = 8
 """Parts that the pairs of a sequence are told apart in, at most."""
