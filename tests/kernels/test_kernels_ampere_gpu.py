@@ -46,7 +46,7 @@ def test_public_call(case, dtype):
     x = cases.inputs(case, dtype)
     call = both_passes(tuple(case.options.items()))
     got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
-    missed.check(case, dtype, truth(case.options, x), got, missed.MISSED_BY_MMA)
+    missed.check(case, dtype, truth(case.options, x), got, missed.MMA)
 
 
 @pytest.mark.parametrize("lengths", [(64,) * 4, (72,) * 4, (100, 0, 60)], ids=["chunks", "equal", "uneven"])
@@ -56,7 +56,7 @@ def test_lengths_known_while_tracing(lengths):
     x = cases.inputs(case, "bfloat16")
     call = value_and_gradients("mosaic_mma", case.options)
     got = named(jax.jit(lambda *y: call(*y, x.cu_seqlens, None))(x[:6], (x.do, x.dh_T)))
-    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MMA)
 
 
 @pytest.mark.parametrize("segment_chunks", [1, 4, 0])
@@ -68,7 +68,7 @@ def test_segments(segment_chunks):
     arguments = jax.tree.map(jnp.asarray, (x[:6], (x.do, x.dh_T), None))
     results = mma_on_gpu.made(functools.partial(mma_on_gpu.both_passes, options), arguments, False)()
     got = dict(zip(NAMES, map(np.asarray, results), strict=True))
-    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MMA)
 
 
 def test_few_heads_are_cut():
@@ -77,7 +77,7 @@ def test_few_heads_are_cut():
     x = cases.inputs(case, "bfloat16")
     assert mma_rule.chosen_segment(RuleArrays(*x[:6], None, None))
     got = named(both_passes(tuple(case.options.items()))(x[:6], (x.do, x.dh_T), None, None))
-    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MMA)
 
 
 def test_vmap():
@@ -88,7 +88,7 @@ def test_vmap():
     apart = jax.tree.map(lambda y: jnp.asarray(y)[:, None], (x[:6], (x.do, x.dh_T)))
     mapped = jax.jit(jax.vmap(lambda *y: one(*y, None, None)))(*apart)
     got = named(jax.tree.map(lambda y: y[:, 0], mapped))
-    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MISSED_BY_MMA)
+    missed.check(case, "bfloat16", truth(case.options, x), got, missed.MMA)
 
 
 def test_garbage_next_door_does_not_leak():

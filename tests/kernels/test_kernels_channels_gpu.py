@@ -1,15 +1,16 @@
-"""The kernels with a decay of each channel on a GPU of compute capability 9.0: the case table, configurations, future
-gates, repeats, garbage next to the data."""
+"""The kernels with a decay of each channel on a GPU of compute capability 9.0: configurations, future gates, repeats,
+long calls, garbage next to the data, of outputs and of gradients. The case table is in test_kernels_gpu.py."""
 
 import functools
 
 import channel_kernels
 import jax
 import jax.numpy as jnp
+import missed
 import numpy as np
 import pytest
-from channel_missed import TABLE, WIDE, check, parameters
-from harness import truth
+from channel_kernels import WIDE, same_bits, wide
+from harness import parameters, truth
 from tolerances import STATES, worst_ratio
 
 from gdn_jax import delta_rule, gated_delta_rule
@@ -18,15 +19,6 @@ from gdn_jax.rule import seam
 from pallas_kernels.forward import channel_rule
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", parameters(TABLE, WIDE))
-def test_public_call(case, dtype):
-    x = cases.inputs(case, dtype)
-    arguments = {name: jnp.asarray(y) for name, y in x.arguments.items()}
-    run = jax.jit(functools.partial(delta_rule, **case.rule_options, implementation="mosaic_gpu"))
-    check(case, dtype, zip(STATES, run(**arguments), strict=True), truth(case.rule_options, x))
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -41,13 +33,48 @@ def test_configurations(case, warpgroups, chunks, known, monkeypatch):
     x = cases.inputs(case, "bfloat16")
     call, given = channel_kernels.call(case, x, known=known)
     outputs = jax.jit(functools.partial(seam.rule, call))(given)
-    check(case, "bfloat16", zip(STATES, outputs, strict=True), truth(case.rule_options, x))
+    missed.check(case, "bfloat16", truth(case.rule_options, x), dict(zip(STATES, outputs, strict=True)))
+
+
+@pytest.mark.parametrize("case", parameters([wide("wide-known", "kinds", T=700, lengths=(100, 0, 520))]))
+def test_lengths_known_while_tracing(case):
+    """Outputs and gradients are those with lengths known at run time only, but for rounding."""
+    x = cases.inputs(case, "bfloat16")
+    both = []
+    for known in (True, False):
+        call, given = channel_kernels.call(case, x, known=known)
+        outputs, vjp = jax.vjp(functools.partial(seam.rule, call), given)
+        both.append((outputs, vjp((jnp.asarray(x.do), jnp.asarray(x.dh_T)))[0][:7]))
+    assert_close(*both, 1e-2)
+
+
+def assert_close(got, expected, bound):
+    for y, want in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        assert worst_ratio(np.asarray(want, np.float64), np.asarray(y, np.float64), None) < bound
 
 
 @functools.cache
-def public():
+def public(implementation="mosaic_gpu"):
     """The public call, compiled."""
-    return jax.jit(functools.partial(delta_rule, implementation="mosaic_gpu"))
+    return jax.jit(functools.partial(delta_rule, implementation=implementation))
+
+
+@functools.cache
+def both_passes(implementation="mosaic_gpu"):
+    """Outputs, and gradients for cotangents do and 1, compiled; cu_seqlens may follow the arguments."""
+
+    def run(do, arguments, cu_seqlens=None):
+        def rule(arguments):
+            return delta_rule(*arguments, cu_seqlens=cu_seqlens, implementation=implementation)
+
+        (o, state), vjp = jax.vjp(rule, arguments)
+        return (o, state), vjp((do.astype(o.dtype), jnp.ones_like(state)))[0]
+
+    return jax.jit(run)
+
+
+def cotangent(arguments):
+    return jax.random.normal(jax.random.key(1), arguments[2].shape, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("gate", ["kinds", "mixed", "zero"])
@@ -57,42 +84,51 @@ def test_no_gate_reaches_back(gate):
     o, _ = public()(q, k, v, g, beta)
     for t in (*range(64, 80), 0, 31, 127):
         other = g.at[:, t + 1 :].set(channel_kernels.gates("kinds", t, (1, 199 - t, 4, 128)))
-        assert channel_kernels.same_bits(public()(q, k, v, other, beta)[0][:, : t + 1], o[:, : t + 1]), t
+        assert same_bits(public()(q, k, v, other, beta)[0][:, : t + 1], o[:, : t + 1]), t
 
 
-@pytest.mark.parametrize("gate", ["kinds", "mixed"])
-def test_a_thousand_repeats_have_the_same_bits(gate):
-    arguments = channel_kernels.random_call(4096, gate)
-    first = public()(*arguments)
-    different = jnp.zeros((), jnp.int32)
-    count = jax.jit(lambda n, a, b: n + ((a[0] != b[0]).any() | (a[1] != b[1]).any()))
+@pytest.mark.parametrize(
+    ("gate", "heads", "T"), [("kinds", 4, 4096), ("mixed", 4, 4096), ("mixed", 16, 2048)]
+)
+def test_a_thousand_repeats_have_the_same_bits(gate, heads, T):
+    arguments = channel_kernels.random_call(T, gate, heads)
+    do, run = cotangent(arguments), both_passes()
+    first, different = jax.tree.leaves(run(do, arguments)), jnp.zeros((), jnp.int32)
+    count = jax.jit(lambda n, a, b: n + sum((x != y).any() for x, y in zip(a, b, strict=True)))
     for _ in range(1000):
-        different = count(different, first, public()(*arguments))
+        different = count(different, first, jax.tree.leaves(run(do, arguments)))
     assert int(different) == 0
 
 
 def test_equal_channels_are_the_gated_delta_rule():
     q, k, v, g, beta = channel_kernels.random_call(1000, "mild")
     g = jnp.broadcast_to(g[..., :1], g.shape)
-    for a, b in zip(public()(q, k, v, g, beta), gated_delta_rule(q, k, v, g[..., 0], beta), strict=True):
-        assert worst_ratio(np.asarray(b, np.float64), np.asarray(a, np.float64), None) < 6e-3
+    assert_close(public()(q, k, v, g, beta), gated_delta_rule(q, k, v, g[..., 0], beta), 6e-3)
 
 
 def test_slow_channels_over_many_tokens():
     """Against the plain form in float32; whole sequences and segments agree too."""
-    q, k, v, g, beta = channel_kernels.random_call(32768, "mixed", heads=1)
-    wide_args = (y.astype(jnp.float32) for y in (q, k, v))
-    expected = jax.jit(functools.partial(delta_rule, implementation="chunked"))(*wide_args, g, beta)
-    for got, want in zip(public()(q, k, v, g, beta), expected, strict=True):
-        assert worst_ratio(np.asarray(want, np.float64), np.asarray(got, np.float64), None) < 5e-3
+    arguments = channel_kernels.random_call(32768, "mixed", heads=1)
+    exact = tuple(y.astype(jnp.float32) for y in arguments)
+    assert_close(public()(*arguments), public("chunked")(*exact), 5e-3)
+
+
+def test_gradients_of_slow_channels_over_many_tokens():
+    """Against the derivative of the plain form in float32."""
+    arguments = channel_kernels.random_call(16384, "mixed", heads=1)
+    exact = tuple(y.astype(jnp.float32) for y in arguments)
+    do = cotangent(arguments)
+    assert_close(both_passes()(do, arguments)[1], both_passes("chunked")(do, exact)[1], 2e-2)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 def test_garbage_behind_the_last_sequence(garbage):
-    """Tokens of the padding change nothing, whatever they hold."""
+    """Tokens of the padding change nothing, and have no gradients, whatever they hold."""
     q, k, v, g, beta = channel_kernels.random_call(300, "mixed")
-    cu = jnp.asarray([0, 5, 130, 261])
-    clean = public()(q, k, v, g, beta, cu_seqlens=cu)
-    q, k, v, beta = (y.at[:, 261:].set(garbage) for y in (q, k, v, beta))
-    got = public()(q, k, v, g.at[:, 261:].set(-np.inf), beta, cu_seqlens=cu)
-    assert channel_kernels.same_bits(clean, got)
+    do, cu = jnp.ones_like(v), jnp.asarray([0, 5, 130, 261])
+    outputs, gradients = both_passes()(do, (q, k, v, g, beta), cu)
+    q, k, v, beta, do = (y.at[:, 261:].set(garbage) for y in (q, k, v, beta, do))
+    got_outputs, got = both_passes()(do, (q, k, v, g.at[:, 261:].set(-np.inf), beta), cu)
+    assert same_bits(outputs, got_outputs)
+    assert same_bits([y[:, :261] for y in gradients], [y[:, :261] for y in got])
+    assert not any(np.asarray(y[:, 261:], np.float32).any() for y in got)

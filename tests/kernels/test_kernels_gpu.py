@@ -1,17 +1,20 @@
-"""The Pallas kernels on a GPU of compute capability 9.0, through the public call: values, gradients, repeats, garbage
-next to the data. Runs without beartype too, then without run-time checks of shapes."""
+"""The rule by wgmma on a GPU of compute capability 9.0: the public call with decays of heads and of channels, values
+and gradients; with decays of heads configurations, repeats, garbage next to the data. Runs without beartype too, then
+without run-time checks of shapes."""
 
+from functools import partial
+
+import channel_kernels
 import jax
 import jax.numpy as jnp
 import missed
 import numpy as np
 import pytest
-from harness import named, truth
+from channel_kernels import wide
+from harness import evaluate, parameters, rule, truth
 from tolerances import STATES
 
-import gdn_jax
 from gdn_jax.checks import cases
-from gdn_jax.checks.check import value_and_gradients
 from gdn_jax.shapes import RuleArrays
 from pallas_kernels.forward import rule as forward_rule
 
@@ -38,12 +41,6 @@ CONFIGS = (
     forward_rule.Config(segment_chunks=4),
 )
 
-
-def parameters(*tuples):
-    """Cases as pytest parameters."""
-    return [pytest.param(case, id=case.name) for some in tuples for case in some]
-
-
 TABLE = [case for case in cases.TABLE if case.chunk_size == 64]
 
 
@@ -66,25 +63,35 @@ def check_outputs(case: cases.Case, x: cases.Inputs, dtype: str, outputs) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", parameters(TABLE, WIDE, ODD))
+@pytest.mark.parametrize("case", parameters(TABLE, WIDE, ODD, channel_kernels.TABLE, channel_kernels.WIDE))
 def test_public_call(case, dtype):
     x = cases.inputs(case, dtype)
-    arguments = {name: jnp.asarray(y) for name, y in x.arguments.items()}
-
-    @jax.jit
-    def run(arguments):
-        return gdn_jax.gated_delta_rule(**arguments, **case.options, implementation="mosaic_gpu")
-
-    check_outputs(case, x, dtype, run(arguments))
+    run = jax.jit(partial(rule, **case.options, implementation="mosaic_gpu"))
+    check_outputs(case, x, dtype, run(x.primals, cu_seqlens=x.cu_seqlens, segment_ids=x.segment_ids))
 
 
-@pytest.mark.parametrize("case", parameters(TABLE[::3], [cases.CASES["scale-0"]], WIDE[1:]))
-def test_gradients_of_the_public_call(case):
-    """Outputs too; more gradients are in test_kernels_backward_gpu.py."""
-    x = cases.inputs(case, "bfloat16")
-    call = jax.jit(value_and_gradients("mosaic_gpu", case.options))
-    got = named(call(x[:6], (x.do, x.dh_T), x.cu_seqlens, x.segment_ids))
-    missed.check(case, "bfloat16", truth(case.options, x), got)
+HEADS = *TABLE[::3], cases.CASES["scale-0"], *WIDE[1:]
+CHANNELS = (
+    *channel_kernels.TABLE,
+    *channel_kernels.WIDE,
+    wide("wide-packed-erase", T=600, lengths=(100, 129, 300), erase="channel", write="channel"),
+    wide("wide-many", "mild", T=1024, heads=(2, 2, 2), lengths=(7,) * 140),
+    wide("wide-ids", "kinds", T=700, segments=((300, 400),)),
+    wide("wide-vk", T=300, state_layout="vk"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *(pytest.param(case, "bfloat16", id=case.name) for case in (*HEADS, *CHANNELS)),
+        pytest.param(CHANNELS[0], "float16", id="the derivative in plain JAX"),
+    ],
+)
+def test_gradients_of_the_public_call(case, dtype):
+    """Outputs too; more gradients with decays of heads are in test_kernels_backward_gpu.py."""
+    x = cases.inputs(case, dtype)
+    missed.check(case, dtype, truth(case.options, x), evaluate("mosaic_gpu", case.options, x))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

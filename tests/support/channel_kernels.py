@@ -30,6 +30,21 @@ def wide(name: str, channel_g: str = "mixed", **options) -> cases.Case:
     return cases.Case(name, channel_g=channel_g, **(sizes | options))
 
 
+TABLE = [case for case in cases.CHANNELS if case.chunk_size == 64 and case.K <= 128]
+"""Cases of the table that the kernels take."""
+WIDE = (
+    wide("wide-kinds", "kinds", T=2048),
+    wide("wide-mixed", "mixed", T=2000, heads=(2, 1, 4)),
+    wide("wide-bound", "bound", T=700),
+    wide("wide-erase", "mixed", T=700, erase="channel", write="channel"),
+    wide("wide-normalised", "kinds", T=700, use_qk_l2norm=True, keys="any"),
+    wide("wide-packed", "kinds", T=1500, lengths=(0, 1, 64, 300, 0, 640, 63, 129)),
+    wide("wide-equal-lengths", "kinds", T=512, lengths=(128,) * 4),
+    wide("wide-V256", "mixed", T=200, V=256),
+    wide("wide-K64", "mixed", T=200, K=64),
+)
+
+
 def products_of_a_chunk(q, k, e, g, beta, scale) -> dict[str, np.ndarray]:
     """The results of `channel_pairs` for one chunk of one head, pair by pair, in float64. q, k, e, g [C, K]."""
     C, alpha = len(q), np.exp(g)

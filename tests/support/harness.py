@@ -76,6 +76,11 @@ def check(case: cases.Case, x: cases.Inputs, dtype: str, got: Results, *, form: 
     assert not misses, f"{case.name} {dtype}: " + "; ".join(misses)
 
 
+def parameters(*tuples: Iterable[cases.Case]) -> list:
+    """Cases as pytest parameters."""
+    return [pytest.param(case, id=case.name) for some in tuples for case in some]
+
+
 CHUNKED_FIRST = [pytest.param("recurrent", marks=pytest.mark.crossed), "chunked"]
 """Both implementations, for properties of packed rows, layouts and transformations, and bits that repeat: of the
 recurrent form, which has one step and no chunks, the gate has every case of the table against the oracle."""
