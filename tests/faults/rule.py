@@ -31,7 +31,7 @@ FAULTS = (
         "debug_checks let keys of any length through",
         "check_keys(None if call.use_qk_l2norm else x.k, x.erase)",
         "check_keys(None, x.erase)",
-        "tests/rule/test_api.py::test_run_time_checks",
+        "tests/rule/test_debug_checks.py::test_run_time_checks",
     ),
     Fault(
         "the chunk table is one chunk short",
@@ -97,7 +97,7 @@ FAULTS = (
         "chunk_states ignores debug checks",
         'return plain.chunk_states, call, "b . h . .", checked(call, x, dims)',
         'return plain.chunk_states, call, "b . h . .", x',
-        "tests/rule/test_api.py::test_run_time_checks_of_chunk_states",
+        "tests/rule/test_debug_checks.py::test_run_time_checks_of_chunk_states",
     ),
     Fault(
         "a scale of 0 is taken for none",
