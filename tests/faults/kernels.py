@@ -275,18 +275,18 @@ FAULTS = (
         "beta of a layer in one kernel is not doubled",
         "beta = write_strength(b, self.rule.allow_neg_eigval)\n        norms = functools.cache(lambda: tile",
         "beta = write_strength(b, False)\n        norms = functools.cache(lambda: tile",
-        "tests/kernels/test_layer_kernels_rows.py::test_a_layer_of_a_token[heads, two of v]",
+        "tests/kernels/test_layer_of_a_token.py::test_a_layer_of_a_token[heads, two of v]",
     ),
     Fault(
         "a head of v in one kernel reads the head of k with its own number",
         "return self._channels(place, self.share.key, self.K, entries)",
         "return self._channels(place, self.head, self.K, entries)",
-        "tests/kernels/test_layer_kernels_rows.py::test_a_layer_of_a_token[heads, two of v]",
+        "tests/kernels/test_layer_of_a_token.py::test_a_layer_of_a_token[heads, two of v]",
     ),
     Fault(
         "rows of the output projection come to a slot that a tile is read from",
         "room.slot_free(then, number >= self.claimable, self._slot(plan.own + i))",
         "room.slot_free(then, number >= self.claimable, self._slot(plan.own + i + 1))",
-        "tests/kernels/test_layer_kernels_rows.py::test_rows_come_to_a_slot_after_its_tiles",
+        "tests/kernels/test_layer_of_a_token.py::test_rows_come_to_a_slot_after_its_tiles",
     ),
 )

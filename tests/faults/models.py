@@ -238,19 +238,19 @@ FAULTS = (
         "tokens of latent attention are turned by the position of the first",
         "return cache.length[:, None] + jnp.arange(channels.shape[1])",
         "return cache.length[:, None]",
-        "tests/kernels/test_layer_kernels_rows.py::test_tokens_of_latents",
+        "tests/kernels/test_layers_of_a_row.py::test_tokens_of_latents",
     ),
     Fault(
         "one kernel's token has the epsilon of the stream for its output",
         "delta_layer.Options(norm.eps, mixer.o_norm.eps, mixer.activation)",
         "delta_layer.Options(norm.eps, norm.eps, mixer.activation)",
-        "tests/kernels/test_layer_kernels_rows.py::test_a_layer_in_one_kernel[heads]",
+        "tests/kernels/test_layers_of_a_row.py::test_a_layer_in_one_kernel[heads]",
     ),
     Fault(
         "one kernel's token of GLA erases what it writes over",
         "def token_gates(self) -> None:",
         "def no_token_gates(self) -> None:",
-        "tests/kernels/test_layer_kernels_rows.py::test_layers_that_no_kernel_of_a_token_takes",
+        "tests/kernels/test_layers_of_a_row.py::test_layers_that_no_kernel_of_a_token_takes",
     ),
     Fault(
         "slots of attention layers are read in their own dtype",

@@ -253,6 +253,6 @@ FAULTS = (
         "filters of a split convolution by kernels lack the gradient of what enters from the device before",
         "(dweight + dweight_of_first).astype",
         "dweight.astype",
-        "tests/parallel/test_parallel_context.py::test_a_convolution_whose_kernels_take_whole_rows",
+        "tests/parallel/test_parallel_context_conv.py::test_a_convolution_whose_kernels_take_whole_rows",
     ),
 )

@@ -1,34 +1,18 @@
 """Kernels of one row, interpreted: the experts that it is multiplied by, how they are chosen, and its products."""
 
-import dataclasses
 import functools
 import re
 
 import fused_oracle
-import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_kernels
 from device_arrays import put
-from flax import nnx
 from fused_harness import close, draws
-from jax.experimental import pallas as pl
-from jax.experimental.pallas.mosaic_gpu import barrier_wait, copy_gmem_to_smem
 from layer_kernels import INTERPRET
 
-from gdn_jax.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, RecurrentCache
-from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, group_projections, whole
-from gdn_jax.models import ExpertsConfig
-from gdn_jax.models.attention import FixedAttentionCache
-from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
-from gdn_jax.models.experts import Experts
-from gdn_jax.models.inference import program
-from gdn_jax.models.inference.dense import DenseRow
-from gdn_jax.models.inference.experts import ExpertRows
-from gdn_jax.models.inference.latent import LatentRows
-from gdn_jax.models.latent import LatentAttention
 from gdn_jax.parts import delta_layer as fused_delta_layer
 from gdn_jax.parts import dense_stream as dense
 from gdn_jax.parts import latent_token
@@ -36,15 +20,9 @@ from gdn_jax.parts import routing as plain_routing
 from gdn_jax.parts.channel_token import ChannelGates
 from gdn_jax.parts.experts import SharedExpert, row_mixture
 from gdn_jax.parts.heads_product import heads_product
-from gdn_jax.parts.kernels import trusted
 from gdn_jax.parts.row_product import stream_product
 from gdn_jax.shapes import Choice, Convolution
-from pallas_kernels.decode import channel_step, conv_update, step
 from pallas_kernels.device.grid_barrier import NAME
-from pallas_kernels.device.lanes import load
-from pallas_kernels.device.launch import grid_index
-from pallas_kernels.device.memory import store_any
-from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import (
     dense_stream,
     expert_row,
@@ -54,18 +32,7 @@ from pallas_kernels.layer import (
     row_choice,
     row_product,
 )
-from pallas_kernels.token import delta_layer
-from pallas_kernels.token import plan as token_plan
-from pallas_kernels.token.decays import ChannelDecay, HeadDecay
-from pallas_kernels.token.heads import Head, Places, Rule
-from pallas_kernels.token.plan import Plan
-from pallas_kernels.token.projections import Alone, Projections
-from pallas_kernels.token.rooms import APART, LENT, ROWS, STAGES, WARPGROUPS, WIDEST
 from pallas_kernels.tools.calls import CALLS
-
-IN_TURN = 4 * 256**0.5 * 2.0**-24
-"""Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
-squares, and the largest of some thousand results is about four times as far off."""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +173,12 @@ def test_channels_that_pass_through_a_convolution():
     product = n @ fused_oracle.wide(weight).T
     inputs = np.concatenate([fused_oracle.wide(state)[0], product[0, :C, None]], axis=1)
     total = np.sum(inputs * fused_oracle.wide(filters), axis=1) + fused_oracle.wide(bias)
-    close(np.concatenate([total * fused_oracle.sigmoid(total), product[0, C:]]), got[0], "y", sums=IN_TURN)
+    close(
+        np.concatenate([total * fused_oracle.sigmoid(total), product[0, C:]]),
+        got[0],
+        "y",
+        sums=row_kernels.IN_TURN,
+    )
     close(inputs[:, 1:], after[0], "state")
 
 
@@ -243,19 +215,6 @@ def test_latent_attention_of_a_token(H, C):
 
         assert jnp.isfinite(jax.jit(jax.grad(plain))(q)).all()
     assert jnp.isnan(call(*args[:-1], put([24], jnp.int32))[0]).all()
-
-
-@pytest.fixture
-def small(monkeypatch, interpreted):
-    """The kernels of one row by a few CTAs, interpreted; which were called."""
-    monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 4, 2))
-    monkeypatch.setattr(routed_stream.Config, "default", lambda: routed_stream.Config(5, 2, 2, 2))
-    monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(8, 3))
-    monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(8, 3))
-    monkeypatch.setattr(latent_row.Config, "default", lambda slots: latent_row.Config(2, 2))
-    monkeypatch.setattr(dense_stream.Config, "default", lambda: dense_stream.Config(17, 16))
-    with trusted():
-        yield interpreted
 
 
 def formulas(
@@ -338,221 +297,6 @@ def test_derivatives_are_those_of_plain_forms(small, monkeypatch):
         close(fused_oracle.wide(x), y, jax.tree_util.keystr(path), 8, dtype="bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """A layer whose token of one row may be one kernel, and the kernels that make it otherwise."""
-
-    layer: type
-    sizes: dict
-    others: tuple
-
-
-KDA = Mixed(
-    KimiDeltaAttention,
-    dict(gate="lower_bound", gate_rank=None, output_gate_rank=None),
-    ((conv_update, "conv_update"), (channel_step, "channel_step")),
-)
-GDN = Mixed(
-    GatedDeltaNet,
-    dict(num_v_heads=4, expand_v=1.0, conv_bias=True, allow_neg_eigval=True),
-    ((conv_update, "conv_update"), (step, "step_of_channels")),
-)
-
-
-def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: int, heads: int, sums: float):
-    """A token of a layer in a copy for one row is that of the plain layer after the norm. Returns its kernels."""
-    # Another epsilon than the norm before it has.
-    draw, sizes = draws(1), mixed.sizes | dict(num_heads=heads, head_dim=64, norm_eps=0.1)
-    x, y = draw(1, 1, hidden), draw(parts, 1, hidden)
-    plain, layer = (
-        mixed.layer(hidden, **sizes, implementation=name, rngs=nnx.Rngs(0)) for name in ("chunked", None)
-    )
-    cache = RecurrentCache(draw(1, layer.conv_dim, 3), draw(1, layer.num_v_heads, 64, 64))
-    norm = RMSNorm(hidden, implementation="chunked")
-    want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
-    for names in program.GROUPS:
-        group_projections(layer, names, layer.head_v_dim if "g_proj" in names else 1)
-    for module, name in mixed.others:
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
-    after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
-    got = after, (whole(out, x), behind)
-    for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        close(expected, result, "token", sums=sums)
-    return small
-
-
-@pytest.mark.slow
-def test_a_layer_of_one_product(small, monkeypatch):
-    """Three kernels, where one has no whole shares."""
-    calls = layer_of_one_product(small, monkeypatch, KDA, 256, 1, 4, IN_TURN)
-    assert calls == {"stream_product": 1, "heads_product": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixed", [KDA, GDN], ids=["channels", "heads"])
-def test_a_layer_in_one_kernel(small, monkeypatch, mixed):
-    """Four CTAs to a head of k, and a stream in parts."""
-    monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
-    monkeypatch.setattr(token_plan, "most_ctas", lambda: 8)
-    assert layer_of_one_product(small, monkeypatch, mixed, 512, 2, 2, 2 * IN_TURN) == {"delta_layer": 1}
-
-
-@pytest.mark.parametrize(
-    ("layer", "options", "takes"),
-    [
-        (GatedDeltaNet, {}, True),
-        (GatedDeltaNet, dict(use_gate=False), False),
-        (GatedDeltaNet, dict(use_short_conv=False), False),
-        (GatedDeltaNet, dict(write_start=0.1), False),
-        (GatedDeltaNet, dict(rule="delta"), False),
-        (KimiDeltaAttention, dict(gate_rank=None, output_gate_rank=None), True),
-        (KimiDeltaAttention, {}, False),
-        (GatedLinearAttention, dict(gate_rank=None, output_gate_rank=None), False),
-    ],
-)
-def test_layers_that_no_kernel_of_a_token_takes(layer, options, takes):
-    """In a copy for one row: those with other projections or another rule than the kernel has."""
-    made = layer(8, num_heads=1, head_dim=4, expand_v=1.0, **options, rngs=nnx.Rngs(0))
-    assert made.token_gates() is None
-    for names in program.GROUPS:
-        group_projections(made, names, made.head_v_dim if "g_proj" in names else 1)
-    assert (made.token_gates() is not None) == takes
-
-
-LAYERS = {
-    "heads": (row_kernels.HEADS, 1, 1, 512, 4, APART),
-    "heads, two of v": (row_kernels.HEADS, 1, 2, 512, 2, APART),
-    "heads, turns of two kinds": (row_kernels.HEADS, 1, 1, 512, 8, APART),
-    "heads, lent": (row_kernels.HEADS, 1, 1, 512, 4, LENT),
-    "heads, lent, wide": (row_kernels.HEADS, 1, 2, 2560, 4, LENT),
-    "channels": (row_kernels.CHANNELS, 1, 1, 512, 4, APART),
-    "channels, turns of two kinds": (row_kernels.CHANNELS, 1, 1, 512, 8, APART),
-    "channels, lent, two of v": (row_kernels.CHANNELS, 1, 2, 512, 2, LENT),
-}
-"""Name -> a decay, heads of k and of v, width of the stream, CTAs of a head of v, and a room."""
-
-
-def planned(name: str):
-    """Arguments of the kernel with a plan of its own, and what it gives. With two heads of v to one of k there is no
-    y, the convolution has a bias, beta is doubled, and matrices are bfloat16."""
-    decay, H, HV, D, m, room = LAYERS[name]
-    two, K = HV > H, 64
-    static = dict(decay=decay, HV=HV, bias=two, doubled=two, dtype="bfloat16" if two else "float32")
-    (x, y, layer, gates, options), want = row_kernels.delta_layer(H, K, D, 0 if two else 3, **static)
-    rule = Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:])
-    plan = Plan(H, HV // H, K, D, D, m, layer.output.dtype, rule.decay, room)
-    assert plan.reason() is None
-    norm, inputs, convolution, A_log, dt_bias, state, output_norm, output = layer
-    arrays = x, None if y is None else y[:, 0], norm, inputs, convolution, state, output_norm, output
-    known = dict(A_log=A_log, dt_bias=dt_bias, places=fused_delta_layer._places(layer, gates), rule=rule)
-    return functools.partial(delta_layer.delta_layer, *arrays, **known, plan=plan, eps=options.eps), want
-
-
-@pytest.mark.parametrize("name", harness.tiers(LAYERS, {"heads, lent"}))
-def test_a_layer_of_a_token(name):
-    """Both stages by themselves, with race detection: every plan gives what float64 formulas give."""
-    call, want = planned(name)
-    s, parts, *states = call(interpret=INTERPRET)
-    results = s, parts.astype(jnp.float32).sum(0)[None], *states
-    for part, expected, got, roundings in zip("sycS", want, results, (0, 2, 1, 1), strict=True):
-        close(expected, got, part, roundings, 2 * IN_TURN, parts.dtype.name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["heads, lent", "channels, lent, two of v"])
-def test_rows_come_to_a_slot_after_its_tiles(name, monkeypatch):
-    """The interpreter has W_o elsewhere. With rows of W_in in its place every slot gets its own, without a race."""
-
-    def first(gmem, smem, *, places, plan, eps):
-        stage = Projections(gmem, smem, delta_layer._share(plan), places, plan, eps, Device(True))
-
-        class Handed(Alone):
-            def ask_rows(self, i):
-                rows = pl.ds((stage.wg * STAGES + i) * ROWS, ROWS)
-                copy_gmem_to_smem(gmem.weight.at[rows], smem.tiles.at[stage.wg, i], stage._barrier(i))
-
-        stage.run(Handed())
-        for slot in range(STAGES):
-            barrier_wait(stage._barrier(slot))
-            x = load(smem.tiles.at[stage.wg, slot, :, 0], stage.layout)
-            rows = (stage.wg * STAGES + slot) * ROWS
-            store_any(gmem.handed.at[grid_index(), pl.ds(rows, ROWS)], x)
-
-    call, _ = planned(name)
-    weight, plan, launch = call.args[3], call.keywords["plan"], delta_layer.launch
-    count = WARPGROUPS * STAGES * ROWS
-
-    def with_rows(name, body, *, outputs, **options):
-        if name == "projections":
-            handed = jax.ShapeDtypeStruct((plan.ctas, count, WIDEST), weight.dtype)
-            outputs = outputs | {"handed": handed}
-        results = launch(name, body, outputs=outputs, **options)
-        if name == "projections":
-            for found in results.pop("handed"):
-                np.testing.assert_array_equal(found, weight[:count, :WIDEST])
-        return results
-
-    monkeypatch.setattr(delta_layer, "_first", first)
-    monkeypatch.setattr(delta_layer, "launch", with_rows)
-    call(interpret=INTERPRET)
-
-
-@pytest.mark.parametrize("decay", [row_kernels.HEADS, row_kernels.CHANNELS], ids=["heads", "channels"])
-def test_the_plain_form_of_a_layer(decay):
-    """What derivatives of the kernel are taken of."""
-    static = dict(decay=decay, HV=4, bias=True, doubled=True, dtype="float32")
-    (x, y, layer, *gates), want = row_kernels.delta_layer(2, 8, 32, 3, **static)
-    s, parts, *states = jax.jit(functools.partial(fused_delta_layer._plain, tuple(gates)))(x, y, layer)
-    for part, expected, got in zip("sycS", want, (s, parts.sum(0), *states), strict=True):
-        close(expected, got, part, sums=2 * IN_TURN)
-
-
-def test_what_a_layer_of_a_token_takes():
-    """Reasons name what is refused; released sizes are taken with at least half of the multiprocessors."""
-
-    def reason(H, HV, D, E=None, decay=None, K=128, **others):
-        C, like = (2 * H + HV) * K, jax.ShapeDtypeStruct
-        places = Places(0, H * K, 2 * H * K, C, C + HV, C + 2 * K)
-        convolution = Convolution(like((1, C, 3), jnp.bfloat16), like((C, 4), jnp.bfloat16), None)
-        arrays = dict(
-            x=like((1, D), jnp.float32),
-            weight=like((C + (2 + HV) * K, D), jnp.bfloat16),
-            convolution=convolution,
-            state=like((1, HV, K, K), jnp.float32),
-            output=like((E or D, HV * K), jnp.bfloat16),
-            places=places,
-        )
-        return delta_layer.check_supported(**arrays | others, decay=decay or HeadDecay())
-
-    for sizes in ((8, 8, 1024), (16, 16, 1024), (16, 16, 2048), (16, 32, 2048), (16, 32, 2560)):
-        assert reason(*sizes) is None, sizes
-    assert reason(16, 16, 1536, decay=ChannelDecay(-5.0)) is None
-    assert "multiple of 512" in reason(16, 16, 2304)
-    assert "bytes of shared memory" in reason(16, 16, 4096)
-    assert "32 CTAs" in reason(2, 2, 1024)
-    assert "whole heads" in reason(6, 8, 1024)
-    assert "whole shares" in reason(16, 16, 1024, 1020)
-    state = jax.ShapeDtypeStruct((1, 30, 96, 192), jnp.float32)
-    assert "one row's of 64 or 128" in reason(16, 16, 1024, state=state)
-
-
-@pytest.mark.parametrize(
-    ("step", "missing"),
-    [
-        ("read", "arrive"),
-        ("token", "read, meet"),
-        ("write", "meet, token"),
-        ("multiply", "ask_rows, token"),
-    ],
-)
-def test_steps_of_a_head_have_an_order(step, missing):
-    """A state that is written before all have read it would be a race that no compiler sees."""
-    head = object.__new__(Head)
-    head._done = set()
-    with pytest.raises(AssertionError, match=f"{step} before {missing}"):
-        getattr(head, step)(*([jnp.zeros(1)] if step in ("token", "write") else []))
-
-
 def delta_layer_call(x, y, norm, weight, window, filters, *others):
     """Two layers, which do not depend on each other."""
     state, output_norm, output, A_log, dt_bias = others
@@ -593,94 +337,3 @@ def test_no_two_kernels_share_a_barrier(calls, name):
     found = [x for x in constants if NAME.hex().upper() in x]
     assert len(found) == len(set(found)) == 2
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
-
-
-@pytest.mark.slow
-def test_a_layer_of_latents(small):
-    """A token of latent attention in a copy for one row is that of the plain layer behind the norm."""
-    config = LatentAttentionConfig(8, 64, 64, 16, 256, q_rank=256, rope_theta=1e4, head_gate=True)
-    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    plain, layer = (LatentAttention(256, config, **options, rngs=nnx.Rngs(0)) for _ in range(2))
-    draw, norm = draws(3), RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked")
-    plain.implementation = "chunked"
-    x, y = draw(1, 1, 256), draw(1, 1, 256)
-    k, v = (draw(1, 8, 1, width, dtype="bfloat16") for width in plain.cache_widths)
-    cache = FixedAttentionCache(k, v, put([5], jnp.int32))
-    _, (o, after) = from_stream(plain)(norm, x, y, cache=cache)
-    for names in program.GROUPS:
-        group_projections(layer, names)
-    layer = LatentRows(layer)
-    _, (p, new) = from_stream(layer)(norm, x, y, cache=cache)
-    assert (small["stream_product"], small["latent_row"]) == (2, 1)
-    # The projections, their norms, the turn, the cache, the weights of values, what heads see, gates and the output.
-    close(fused_oracle.wide(o), p, "o", 8)
-    close(fused_oracle.wide(after.k), new.k, "k", 4)
-    close(fused_oracle.wide(after.v), new.v, "v", 4)
-    assert new.length == after.length
-
-
-def test_tokens_of_latents():
-    """Several tokens of a copy for one row are turned by their own positions, with a cache before them."""
-    config = LatentAttentionConfig(2, 4, 4, 6, 5, q_rank=None, rope_theta=100.0)
-    plain, layer = (LatentAttention(16, config, rngs=nnx.Rngs(0)) for _ in range(2))
-    for names in program.GROUPS:
-        group_projections(layer, names)
-    layer = LatentRows(layer)
-    rng, norm = np.random.default_rng(0), RMSNorm(16)
-    x, y = (rng.standard_normal((2, 3, 16)).astype(np.float32) for _ in range(2))
-    k, v = (rng.standard_normal((2, 8, 1, width)).astype(np.float32) for width in plain.cache_widths)
-
-    @jax.jit
-    def both(x, y, k, v):
-        cache = FixedAttentionCache(k, v, put([4, 1]))
-        return [from_stream(part)(norm, x, y, cache=cache) for part in (plain, layer)]
-
-    for want, got in zip(*map(jax.tree.leaves, both(x, y, k, v)), strict=True):
-        np.testing.assert_allclose(want, got, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shared_gate", "kernels"),
-    [(False, ("routed_stream",)), (True, ("stream_product", "choose", "expert_row"))],
-    ids=["ungated", "gated"],
-)
-def test_a_mixture_of_one_row(small, shared_gate, kernels):
-    """In a copy for one row, with the norm before it: that of the layer without kernels. Where the shared expert has
-    a gate, another kernel chooses."""
-    routing = SigmoidRouting(4, 2, 2.5)
-    config = ExpertsConfig(64, 4, 128, 128, shared_gate=shared_gate, routing=routing)
-    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    layer, draw, norm = Experts(256, config, **options), draws(2), RMSNorm(256, dtype=jnp.bfloat16)
-    x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
-    plain = Experts(256, config, implementation="chunked", **options | {"rngs": nnx.Rngs(0)})
-    want = from_stream(plain)(RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
-    layer = ExpertRows(layer, 1)
-    got = from_stream(layer)(norm, x, y)
-    assert small == dict.fromkeys(kernels, 1)
-    close(want[0], got[0], "stream")
-    # The plain form rounds the norm, h, what each expert makes, and both sums.
-    close(fused_oracle.wide(want[1]), whole(got[1], x), "y", 6, dtype="bfloat16")
-
-
-@pytest.mark.slow
-def test_a_swiglu_of_one_row(small, monkeypatch):
-    """In a copy for one row, with the norm before it: that of the layer without kernels, also of more rows."""
-    monkeypatch.setattr(
-        dense_stream, "check_supported", lambda *_: None
-    )  # its CTAs are fewer than a device has
-    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    norm = RMSNorm(512, dtype=jnp.bfloat16, implementation="chunked")
-    layer = SwiGLU(512, 192, implementation=None, rngs=nnx.Rngs(0), **options)
-    plain = SwiGLU(512, 192, implementation="chunked", rngs=nnx.Rngs(0), **options)
-    draw = draws(2)
-    x, y = draw(1, 1, 512), draw(1, 1, 512, dtype="bfloat16")
-    want, row = from_stream(plain)(norm, x, y), DenseRow.of(layer)
-    assert row is not None and DenseRow.of(plain) is None
-    got = from_stream(row)(norm, x, y)
-    assert small == {"dense_stream": 1}
-    close(want[0], got[0], "stream")
-    # The plain form rounds the norm, both branches, h and the result.
-    close(fused_oracle.wide(want[1]), got[1], "y", 6, dtype="bfloat16")
-    rows = draw(2, 3, 512, dtype="bfloat16")
-    close(fused_oracle.wide(plain(rows)), row(rows), "rows", 6, dtype="bfloat16")

@@ -15,6 +15,10 @@ from gdn_jax.parts.channel_token import ChannelGates
 from gdn_jax.parts.token import HeadGates, Heads
 from gdn_jax.shapes import Choice, Convolution
 
+IN_TURN = 4 * 256**0.5 * 2.0**-24
+"""Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
+squares, and the largest of some thousand results is about four times as far off."""
+
 
 def near_one(draw, width: int):
     """Weights of a norm."""
