@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_oracle import conv_oracle
 from flax import nnx
 from harness import tiers
-from small_layers import drawn, empty_cache
-from tolerances import FLOAT32, assert_close
+from layer_oracle import BOUND, assert_row, call, layer_oracle, random_cache, row_of, sigmoid
+from small_layers import F32, D, drawn, empty_cache, inputs
+from tolerances import assert_close
 
 from gdn_jax.layers import (
     GatedDeltaNet,
@@ -16,14 +16,9 @@ from gdn_jax.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
-    RecurrentCache,
 )
 from gdn_jax.layers.blocks import weight_decay_mask
 
-F32 = FLOAT32["o"]
-D = 20
-BOUND = -3.0
-"""Of the gate that has one: another than the default, and not read off the layer."""
 SIZES = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6, "expand_v": 1.5, "implementation": "recurrent"}
 LAYERS = {
     "kda": lambda: make(KimiDeltaAttention, output_gate_bias=True, conv_bias=True),
@@ -53,95 +48,6 @@ def make(kind, **options):
     weight = 1 + 0.3 * inputs(layer.head_v_dim)
     layer.o_norm.weight[...] = jax.device_put(weight.astype(layer.o_norm.weight.dtype))
     return layer
-
-
-def inputs(*shape, seed=1):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def random_cache(layer, N, seed=2):
-    """A cache as if tokens had come before: nothing in it is zero."""
-    return RecurrentCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(empty_cache(layer, N))))
-
-
-@nnx.jit
-def _call(layer, x, **options):
-    return layer(x, return_cache=True, **options)
-
-
-def call(layer, x, **options):
-    return jax.device_get(_call(layer, x, **options))
-
-
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
-
-
-def unit(x):
-    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
-
-
-def linear(p, x):
-    return x @ p["kernel"] + p.get("bias", 0)
-
-
-def low_rank(p, name, x):
-    """x through the projections of that name, whether one or two factors."""
-    if f"{name}_a_proj" in p:
-        return linear(p[f"{name}_b_proj"], linear(p[f"{name}_a_proj"], x))
-    return linear(p[f"{name}_proj"], x)
-
-
-def layer_oracle(layer, x, cache):
-    """One row x [T, D] in float64 from the layer's parameters and options: y, and the cache after it."""
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
-    x, T = np.asarray(x, np.float64), len(x)
-    H, HV, K, V, n = layer.num_heads, layer.num_v_heads, layer.head_dim, layer.head_v_dim, 1
-    product = isinstance(layer, GatedDeltaProduct)
-    n = layer.num_householder if product else 1
-    qkv = np.concatenate([linear(p[f"{name}_proj"], x) for name in "qkv"], axis=1)
-    if layer.use_short_conv:
-        qkv, conv = conv_oracle(qkv, p["conv_weight"], p.get("conv_bias"), "silu", cache.conv)
-    else:
-        qkv, conv = qkv * sigmoid(qkv), np.zeros((layer.conv_dim, 0))
-    q, k, v = np.split(qkv, [H * K, (1 + n) * H * K], axis=1)
-    q, k, v = unit(q.reshape(T, H, K)), unit(k.reshape(T, n, H, K)), v.reshape(T, n, HV, V)
-    q, k = (np.repeat(a, HV // H, axis=-2) for a in (q, k))
-    rate = np.exp(p["A_log"])[:, None] if "A_log" in p else 1.0
-    doubled = 1 + layer.allow_neg_eigval
-    erases = not isinstance(layer, GatedLinearAttention)
-    if product:
-        g = -rate * np.logaddexp(0, linear(p["a_proj"], x) + p["dt_bias"])[..., None]
-        b = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, n, HV, 1)
-        erase, write = b, b
-    else:
-        z = low_rank(p, "f", x).reshape(T, HV, K) + p["dt_bias"]
-        bounded = layer.lower_bound is not None
-        g = BOUND * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
-        erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
-        write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if "w_proj" in p else erase
-        erase = erase if erases else 0 * erase
-    S, o = np.asarray(cache.state, np.float64), np.zeros((T, HV, V))
-    for t in range(T):
-        S = np.exp(g[t])[..., None] * S
-        for i in range(n):
-            u = write[t, i] * v[t, i] - np.einsum("hk,hkv->hv", erase[t, i] * k[t, i], S)
-            S = S + k[t, i][..., None] * u[:, None]
-        o[t] = np.einsum("hk,hkv->hv", q[t], S) / np.sqrt(K)
-    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * p["o_norm"]["weight"]
-    gate = low_rank(p, "g", x)
-    o = o.reshape(T, HV * V) * (gate if product else 1) * sigmoid(gate)
-    return linear(p["o_proj"], o), conv, S
-
-
-def assert_row(layer, x, past, y, new, what=""):
-    """Output y [T, D] and cache of one sequence x [T, D] that follows `past` (no batch axis), against float64."""
-    for name, want, got in zip(("y", "conv", "state"), layer_oracle(layer, x, past), (y, *new), strict=True):
-        assert_close(want, got, F32, f"{what} {name}")
-
-
-def row_of(cache, row):
-    return jax.tree.map(lambda c: np.asarray(c)[row], cache)
 
 
 @pytest.mark.parametrize("name", tiers(LAYERS, ["kda", "gdn-2"]))

@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_oracle import conv_oracle
 from flax import nnx
+from layer_oracle import assert_row, call, layer_oracle, random_cache, row_of
 from small_layers import F32, D, empty_cache, inputs, make
 from tolerances import FLOAT32, assert_close
-
-from gdn_jax.checks import oracle
-from gdn_jax.layers import GatedDeltaNetCache
 
 # Gradients likewise.
 F32_GRAD = FLOAT32["dk"]
@@ -21,70 +18,6 @@ F32_GRAD = FLOAT32["dk"]
 # bfloat16 against float32: about ten roundings of 2^-9 (projections, convolution, normalised q and k, o, the gated
 # norm, y), which add in squares: 3.2 * 2e-3, with a factor of 3 for sums that cancel.
 BF16 = 2e-2
-
-
-@nnx.jit
-def _call(layer, x, **options):
-    return layer(x, return_cache=True, **options)
-
-
-def call(layer, x, **options):
-    """Output and cache of one compiled call, as NumPy arrays: slicing those compiles nothing."""
-    return jax.device_get(_call(layer, x, **options))
-
-
-def random_cache(layer, N, seed=2):
-    """A cache as if tokens had come before: nothing in it is zero."""
-    shapes = empty_cache(layer, N)
-    return GatedDeltaNetCache(*(inputs(*c.shape, seed=seed + i) / 2 for i, c in enumerate(shapes)))
-
-
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
-
-
-def layer_oracle(layer, x, cache):
-    """One row x [T, D] in float64 from the layer's parameters and options."""
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
-    x = np.asarray(x, np.float64)
-    T, V = len(x), layer.head_v_dim
-    qkv = np.concatenate([x @ p[f"{n}_proj"]["kernel"] for n in "qkv"], axis=1)
-    if layer.use_short_conv:
-        qkv, conv = conv_oracle(qkv, p["conv_weight"], p.get("conv_bias"), "silu", cache.conv)
-    else:
-        qkv, conv = qkv * sigmoid(qkv), np.zeros((layer.conv_dim, 0))
-    key_dim = layer.num_heads * layer.head_dim
-    q, k, v = np.split(qkv, [key_dim, 2 * key_dim], axis=1)
-    q, k = (a.reshape(1, T, layer.num_heads, layer.head_dim) for a in (q, k))
-    g = -np.exp(p["A_log"]) * np.log1p(np.exp(x @ p["a_proj"]["kernel"] + p["dt_bias"]))
-    beta = sigmoid(x @ p["b_proj"]["kernel"] + p["b_proj"].get("bias", 0)) * (1 + layer.allow_neg_eigval)
-    o, state = oracle.forward(
-        q,
-        k,
-        v.reshape(1, T, layer.num_v_heads, V),
-        g[None],
-        beta[None],
-        initial_state=np.asarray(cache.state)[None],
-        use_qk_l2norm=True,
-    )
-    o = o[0] / np.sqrt((o[0] ** 2).mean(-1, keepdims=True) + 1e-5) * p["o_norm"]["weight"]
-    o = o.reshape(T, layer.num_v_heads * V)
-    if layer.use_gate:
-        z = x @ p["g_proj"]["kernel"]
-        o = o * z * sigmoid(z)
-    return o @ p["o_proj"]["kernel"], conv, state[0]
-
-
-def row_of(cache, row):
-    return jax.tree.map(lambda c: np.asarray(c)[row], cache)
-
-
-def assert_row(layer, x, past, y, new, what=""):
-    """Output y [T, D] and cache of one sequence x [T, D] that follows `past` (no batch axis), against float64."""
-    want_y, want_conv, want_state = layer_oracle(layer, x, past)
-    assert_close(want_y, y, F32, f"{what} y")
-    assert_close(want_conv, new.conv, F32, f"{what} conv")
-    assert_close(want_state, new.state, F32, f"{what} state", axis=0)
 
 
 @pytest.mark.parametrize(
