@@ -233,10 +233,18 @@ class Attention(nnx.Module):
         # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
         return self.outputs(jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan)), cache
 
-    def one_query(self, q: Float[Array, "B 1 H K"], cache) -> Float[Array, "B 1 H Vc"]:
-        """Returns what one query of each row sees of a cache, before `outputs`."""
-        k, v = self.read(cache)
-        return attention_rows(self.queries(q), k, v, cache.length, implementation=self.implementation)
+    def one_query(
+        self, q: Float[Array, "B 1 H K"], cache, rows: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B 1 H Vc"]:
+        """Returns what one query of each row sees of a cache, before `outputs`.
+
+        Args:
+          q: the queries.
+          cache: after the queries' tokens.
+          rows: rows of k and v, where the cache is a pool; its length is that of the queries' rows in any case.
+        """
+        options: Any = dict(rows=rows, implementation=self.implementation)
+        return attention_rows(q, cache.k, cache.v, cache.length, **options)
 
     def queries(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H Kc"]:
         """Queries of `heads` as they meet the keys of `read`."""

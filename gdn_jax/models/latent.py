@@ -141,10 +141,10 @@ class LatentAttention(Attention):
         o, _ = super().mix(q, keys, values, None, count, lengths, segment_ids, False)
         return o, self.first_cache(k, v, count) if return_cache else None
 
-    def one_query(self, q, cache):
+    def one_query(self, q, cache, rows=None):
         """See `Attention.one_query`: k_r and c lie apart, and so a score is the sum of two products."""
         q_c, q_r = self.parts(q)
-        options: Any = dict(scale=self.config.key_dim**-0.5, implementation=self.implementation)
+        options: Any = dict(scale=self.config.key_dim**-0.5, rows=rows, implementation=self.implementation)
         arrays = q_c[:, 0], q_r[:, 0], cache.v[:, :, 0], cache.k[:, :, 0], cache.length
         return latent_rows(*arrays, **options)[:, None]
 

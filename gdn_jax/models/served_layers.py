@@ -154,7 +154,14 @@ class Attending:
     drafts that are not accepted would have replaced tokens of a ring. The drafts of a request lie in its first slot;
     in the slot of each draft there is the number of tokens up to it alone. So a request with drafts goes on with
     `verify` and the same slots. What has no room gives NaN; with `gdn_jax.debug_checks` on it is an error.
+
+    Args:
+      batch_invariant: whether a request's bits do not hang on the other requests; else single tokens take a kernel
+        that cuts a few requests into more parts than many.
     """
+
+    def __init__(self, batch_invariant: bool):
+        self._batch_invariant = batch_invariant
 
     def make_pool(
         self, mixer: Attention, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
@@ -233,12 +240,15 @@ class Attending:
         """Returns what queries [N, T] of tokens at these positions see of the first keys in their requests' slots."""
         S = pool.capacity
         check_values(partial(_check_room, S), lengths, at.is_slot)
-        known = jnp.arange(S) < lengths[:, None]  # other places may hold NaN
-        k, v = (jnp.where(known[..., None, None], pool_slots.take(y, at), 0) for y in (pool.k, pool.v))
-        keys, values = mixer.read(AttentionCache(k, v, lengths))
-        ages = positions[..., None] - jnp.arange(S)
-        visible = (ages >= 0) & (ages < (mixer.config.window or S))
-        o = attend(mixer.queries(q), keys, values, causal=False, visible=visible[:, None])
+        if q.shape[1] == 1 and mixer.config.window is None and not self._batch_invariant:
+            o = mixer.one_query(q, pool._replace(length=lengths), jnp.where(at.is_slot, at.slot, 0))
+        else:
+            known = jnp.arange(S) < lengths[:, None]  # other places may hold NaN
+            k, v = (jnp.where(known[..., None, None], pool_slots.take(y, at), 0) for y in (pool.k, pool.v))
+            keys, values = mixer.read(AttentionCache(k, v, lengths))
+            ages = positions[..., None] - jnp.arange(S)
+            visible = (ages >= 0) & (ages < (mixer.config.window or S))
+            o = attend(mixer.queries(q), keys, values, causal=False, visible=visible[:, None])
         o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
         return jnp.where(at.is_slot[:, None, None, None], o, 0)
 
@@ -280,7 +290,7 @@ def kind_of(mixer: Any, layer: int, batch_invariant: bool) -> "Recurrent | Atten
     if isinstance(mixer, RecurrentMixer) and mixer.can_be_served:
         return Recurrent(batch_invariant)
     if isinstance(mixer, Attention):
-        return Attending()
+        return Attending(batch_invariant)
     raise NotImplementedError(
         "model: expected attention and delta rules of one step a token, with the short convolution, got "
         f"{type(mixer).__name__} in layer {layer}"

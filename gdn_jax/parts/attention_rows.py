@@ -52,11 +52,12 @@ def attention_rows(
 def latent_rows(
     q: Float[Array, "B H C"],
     r: Float[Array, "B H R"],
-    c: Float[Array, "B S C"],
-    k: Float[Array, "B S R"],
+    c: Float[Array, "N S C"],
+    k: Float[Array, "N S R"],
     length: Int[Array, " B"],
     *,
     scale: float,
+    rows: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B H C"]:
     """o_h = sum_{j < length} softmax_j((q_h . c_j + r_h . k_j) scale) c_j in each row.
@@ -69,6 +70,7 @@ def latent_rows(
       c, k: the cache of S slots, of q's dtype. What the slots after `length` hold does not matter.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
       scale: factor of the scores.
+      rows: as for `attention_rows`.
       implementation: as for `parts.kernels.usable`.
 
     Returns:
@@ -76,7 +78,7 @@ def latent_rows(
     """
     queries, cache = (q[:, None], r[:, None]), (c[:, :, None], k[:, :, None])
     by_kernel = _reason(queries, cache, implementation) is None
-    return (_rows if by_kernel else _plain)(scale, queries, cache, jnp.maximum(length, 1), None)[:, 0]
+    return (_rows if by_kernel else _plain)(scale, queries, cache, jnp.maximum(length, 1), rows)[:, 0]
 
 
 def _reason(queries: Sequence[Any], cache: Sequence[Any], implementation: str | None) -> str | None:

@@ -149,8 +149,8 @@ def test_tokens_beyond_the_capacity_are_none():
 def test_tokens_beyond_the_capacity_are_an_error_in_debug(monkeypatch):
     monkeypatch.setattr(arguments, "debug_checks_are_on", lambda: True)
     mixer = Attention(8, AttentionConfig(1, 1, 4), rngs=nnx.Rngs(0))
-    pool = Attending().make_pool(mixer, 3, np.float32, None, 2)
-    decode = jax.jit(lambda x, slots, pool: Attending().decode(mixer, x, pool, slots)[1])
+    pool = Attending(False).make_pool(mixer, 3, np.float32, None, 2)
+    decode = jax.jit(lambda x, slots, pool: Attending(False).decode(mixer, x, pool, slots)[1])
     token = np.ones((2, 1, 8), np.float32), np.array([1, -1])
     pool = decode(*token, decode(*token, pool))
     with pytest.raises(Exception, match="pools: expected a capacity of at least 3"):
