@@ -13,9 +13,12 @@ from small_models import made
 from gdn_jax.models import AttentionConfig, ModelConfig
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import LatentAttentionConfig
+from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.served import ServedModel
 from gdn_jax.models.served_layers import Attending
+from gdn_jax.parts.kernels import trusted
 from gdn_jax.rule import arguments
+from pallas_kernels.layer.attention_rows import Config
 
 CONFIG = ModelConfig(
     vocab_size=19,
@@ -144,6 +147,43 @@ def test_tokens_beyond_the_capacity_are_none():
     ):
         with pytest.raises(ValueError, match=message):
             server.make_pools(**{"slots": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Attention, AttentionConfig(3, 1, 64)),
+        (LatentAttention, LatentAttentionConfig(8, 8, 64, 8, 64, rope_theta=100.0)),
+    ],
+)
+def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
+    """Requests in any slots, one of them no request; a slot that nobody has holds NaN. Where bits must not hang on
+    other requests there is no kernel."""
+    options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    rng, slots = np.random.default_rng(0), np.array([2, -1, 0])
+    mixer = nnx.jit(lambda: kind(16, config, rngs=nnx.Rngs(0), **options))()
+    x = np.asarray(rng.standard_normal((3, 1, 16)), jnp.bfloat16)
+    pool = jax.eval_shape(lambda: Attending(False).make_pool(mixer, 3, jnp.float32, None, 72))
+    k, v = (np.asarray(rng.standard_normal(x.shape), x.dtype) for x in pool[:2])
+    k[1] = v[1] = np.nan
+    pool = type(pool)(k, v, np.array([5, 9, 66], np.int32))
+    monkeypatch.setattr(Config, "default", classmethod(lambda *_: Config(2, 5, ctas=2)))
+
+    def decode(batch_invariant):
+        y, after = jax.jit(lambda x, pool: Attending(batch_invariant).decode(mixer, x, pool, slots))(x, pool)
+        return np.asarray(y, np.float32), [np.asarray(a, np.float32)[slots[::2]] for a in after]
+
+    mixer.implementation = "chunked"
+    want, pools = decode(False)
+    mixer.implementation = None
+    with trusted():
+        got, after = decode(False)
+        assert interpreted == {"attention_rows": 1}
+        decode(True)
+    assert interpreted == {"attention_rows": 1}
+    np.testing.assert_allclose(want, got, atol=0.02)
+    for a, b in zip(pools, after, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_tokens_beyond_the_capacity_are_an_error_in_debug(monkeypatch):
