@@ -34,11 +34,11 @@ def in_one_kernel(
       packing: other options of a call, with which the kernel is not asked.
     """
     del return_cache
+    if cache is None or any(option is not None for option in packing.values()):
+        return None
     gates, last = mixer.token_gates(), mixer.o_proj
     group = group_of((mixer.q_proj, mixer.k_proj, mixer.v_proj))
-    if cache is None or gates is None or any(option is not None for option in packing.values()):
-        return None
-    if group is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
+    if gates is None or group is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
         return None
     layer = delta_layer.Layer(
         norm=norm.scale(jnp.float32),
