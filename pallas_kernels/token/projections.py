@@ -234,7 +234,7 @@ class Projections:
         scale = self._scale()
 
         def single(tiles: int) -> None:
-            """Makes the row that is no tile, after so many tiles."""
+            """Makes the row that is no tile, when its turn is after this number of tiles."""
             if tiles == room.single_after:
                 pl.when(self.makes_single)(lambda: self._make_single(scale))
 

@@ -13,7 +13,7 @@ The interpreter knows no view of an array's bytes as another array: there every 
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,7 @@ LAST = WARPGROUPS - 1
 """The warpgroup that makes a row of W_in that is no part of a tile."""
 
 
-@runtime_checkable
-class Room(Protocol):
+class Room:
     """A room, as the stages ask it: `stage` is the first one, `then` the second one, `plan` the `Plan` of both."""
 
     pieces: ClassVar[int]
@@ -61,74 +60,69 @@ class Room(Protocol):
 
     def fits(self, plan: Any) -> bool:
         """Whether what has the same bytes as something else is not larger."""
-        ...
+        return True
 
     def memory(self, plan: Any) -> Memory:
         """Shared memory of both stages."""
-        ...
+        return {**self.first(plan), **self.second(plan)}
 
     def first(self, plan: Any) -> Memory:
         """The same of the first stage alone, interpreted."""
-        ...
+        raise NotImplementedError
 
     def second(self, plan: Any) -> Memory:
         """The same of the second stage alone, interpreted."""
-        ...
+        raise NotImplementedError
 
     def row(self, smem: Any) -> Any:
         """s w, [D] float32 at least."""
-        ...
+        raise NotImplementedError
 
     def squares(self, smem: Any) -> Any:
         """Sums of squares of the chunks of s."""
-        ...
+        raise NotImplementedError
 
     def o(self, smem: Any) -> Any:
         """The head's output, [V] float32."""
-        ...
+        raise NotImplementedError
 
     def rows_of_output(self, smem: Any, rows: int, wg: Any, i: Any) -> Any:
-        """So many rows of W_o of a warpgroup, [rows, V]: its i-th piece."""
-        ...
+        """Rows of W_o of a warpgroup, [rows, V]: its i-th piece."""
+        raise NotImplementedError
 
     def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
         """The barrier at which that piece arrives."""
-        ...
+        raise NotImplementedError
 
     def ask_single(self, stage: Any) -> None:
         """When the first copies are on their way: asks for the row that is no part of a tile."""
-        ...
 
     def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
         """Reads that row in pieces."""
-        ...
+        raise NotImplementedError
 
     def row_made(self, stage: Any, then: Any) -> None:
         """When this warpgroup has made its part of s w."""
-        ...
 
     def row_taken(self, stage: Any, then: Any) -> None:
         """When this warpgroup has s w in registers."""
-        ...
 
     def slot_free(self, then: Any, last: Any, slot: Any) -> None:
         """When a slot's tile has been read, and, if `last`, no other tile comes to it."""
-        ...
 
     def all_asked(self, then: Any, last: Any) -> None:
         """When, if `last`, all tiles of this warpgroup are on their way."""
-        ...
 
 
 def _of_both(plan: Any) -> tuple[Buffer, Buffer | None, Barriers | None]:
-    """The tiles, and the vectors that a decay hands round with the barrier behind which they are known."""
+    """The tiles, and the vectors that a decay hands round with the barrier after which they are known."""
     tiles = Buffer((WARPGROUPS, STAGES, ROWS, plan.D // WIDEST, WIDEST), plan.dtype)
     if not plan.decay.vectors:
         return tiles, None, None
     return tiles, Buffer((plan.decay.vectors, plan.K)), Barriers(arrivals=WARPGROUPS)
 
 
-class Apart:
+class Apart(Room):
     """Every array has its own memory: state and W_o come while the first stage works."""
 
     pieces: ClassVar[int] = 1
@@ -136,14 +130,6 @@ class Apart:
     units_at_once: ClassVar[tuple[int, ...]] = ()
     single_after: ClassVar[int] = STAGES
     reads_ahead: ClassVar[bool] = True
-
-    def fits(self, plan: Any) -> bool:
-        """See `Room.fits`."""
-        return True
-
-    def memory(self, plan: Any) -> Memory:
-        """See `Room.memory`."""
-        return {**self.first(plan), **self.second(plan)}
 
     def first(self, plan: Any) -> Memory:
         """See `Room.first`."""
@@ -208,18 +194,12 @@ class Apart:
         """See `Room.row_made`: the state is asked for."""
         then.ask_state()
 
-    def row_taken(self, stage: Any, then: Any) -> None:
-        """See `Room.row_taken`."""
-
-    def slot_free(self, then: Any, last: Any, slot: Any) -> None:
-        """See `Room.slot_free`."""
-
     def all_asked(self, then: Any, last: Any) -> None:
         """See `Room.all_asked`: the rows of W_o are asked for."""
         pl.when(last)(lambda: then.ask_rows(0))
 
 
-class Lent:
+class Lent(Room):
     """Arrays that are not needed at the same time have the same bytes, see the module docstring."""
 
     pieces: ClassVar[int] = STAGES
@@ -289,15 +269,9 @@ class Lent:
         """See `Room.arrived`: that of the slot."""
         return smem.arrived.at[wg * STAGES + i]
 
-    def ask_single(self, stage: Any) -> None:
-        """See `Room.ask_single`."""
-
     def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
         """See `Room.single`: out of global memory, all pieces at once."""
         return [load(stage.gmem.weight.at[stage.single, i], layout) for i in range(stage.pieces)]
-
-    def row_made(self, stage: Any, then: Any) -> None:
-        """See `Room.row_made`."""
 
     def row_taken(self, stage: Any, then: Any) -> None:
         """See `Room.row_taken`: the state is asked for when all warpgroups have the row."""
@@ -308,9 +282,6 @@ class Lent:
     def slot_free(self, then: Any, last: Any, slot: Any) -> None:
         """See `Room.slot_free`: rows of W_o come there."""
         pl.when(last)(lambda: then.ask_rows(slot))
-
-    def all_asked(self, then: Any, last: Any) -> None:
-        """See `Room.all_asked`."""
 
 
 APART, LENT = Apart(), Lent()
