@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_calls import call, close, normal, sigmoid, softplus, states_close
+from adapter_calls import call, close, normal, softplus, states_close
+from fused_oracle import sigmoid
 from jax.sharding import PartitionSpec as P
 
 from gdn_jax.adapters import fla, maxtext, skyrl, tokamax

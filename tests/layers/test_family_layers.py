@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fused_oracle import sigmoid
 from harness import tiers
-from layer_oracle import BOUND, assert_row, call, layer_oracle, random_cache, row_of, sigmoid
+from layer_oracle import BOUND, assert_row, call, layer_oracle, random_cache, row_of
 from small_layers import F32, D, drawn, empty_cache, inputs
 from tolerances import assert_close
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from programs import eqns
 from small_layers import drawn
 from small_models import made
 
@@ -54,27 +54,15 @@ def logits(model, tokens):
 
 def loops(jaxpr):
     """The jaxprs of the bodies of all while loops, however deep."""
-    for eqn in jaxpr.eqns:
-        for name, value in eqn.params.items():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                if isinstance(inner, Jaxpr):
-                    if name == "body_jaxpr":
-                        yield inner
-                    yield from loops(inner)
+    return [eqn.params["body_jaxpr"].jaxpr for eqn in eqns(jaxpr) if "body_jaxpr" in eqn.params]
 
 
 def conversions(jaxpr):
     """Shapes that a jaxpr converts from float32 to bfloat16, however deep."""
-    for eqn in jaxpr.eqns:
+    for eqn in eqns(jaxpr):
         if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.float32:
             if eqn.outvars[0].aval.dtype == jnp.bfloat16:
                 yield eqn.invars[0].aval.shape
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-                if isinstance(inner, Jaxpr):
-                    yield from conversions(inner)
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_calls import arrays, call, close, normal, sigmoid, softplus, states_close
+from adapter_calls import arrays, call, close, normal, softplus, states_close
 from device_arrays import put
+from fused_oracle import sigmoid
 
 from gdn_jax.adapters import tpu_inference
 from gdn_jax.checks import oracle

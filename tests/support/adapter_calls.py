@@ -11,10 +11,6 @@ def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def softplus(x):
     return np.logaddexp(0, x)
 
