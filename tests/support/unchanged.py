@@ -46,6 +46,7 @@ def environment() -> str:
     versions = {name: importlib.metadata.version(name) for name in packages}
     settings = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
     settings = {name: value for name, value in settings.items() if "COMPILATION_CACHE" not in name}
+    settings.pop("JAX_PLATFORMS", None)  # what it leaves are the devices
     devices = [str(device.device_kind) for device in jax.devices()]
     return json.dumps([platform.python_version(), versions, settings, devices], sort_keys=True)
 
