@@ -72,7 +72,8 @@ def _dispatch(argv: list[str], begins: Callable[[], object]) -> int:
     if missing:
         raise RunError(f"{', '.join(missing)} not found; install with: pip install 'gdn-jax[experiments]'")
     module, run = _COMMANDS[command]
-    importlib.import_module(module)
+    if not {"-h", "--help"} & set(rest):  # help needs the options alone
+        importlib.import_module(module)
     begins()
     with answered("leaving after what is being computed"):
         return run(rest)
@@ -125,7 +126,6 @@ def _train(task: str, argv: list[str]) -> int:
     from rich.console import Console
 
     from gdn_jax.training import options as options_lib
-    from gdn_jax.training.train import train
 
     default, prog = options_lib.TASKS[task], f"gdn train {task}"
     options = _parse(options_lib.TrainOptions, default, argv, prog)
@@ -140,6 +140,8 @@ def _train(task: str, argv: list[str]) -> int:
     if stored is not None:
         again = f"; a new run from its weights may differ: gdn train {task} --init-from {run.out}"
         options_lib.check_same(stored, options, again)
+    from gdn_jax.training.train import train
+
     return train(options, Console())
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -223,3 +224,15 @@ def test_help(capsys, command, path, option):
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: gdn {command} {path} [-h]") and option in text
+
+
+@pytest.mark.parametrize(
+    "command, module", [("train", "gdn_jax.training.train"), ("sweep", "gdn_jax.sweeps.sweep")]
+)
+def test_help_imports_the_options_alone(capsys, monkeypatch, command, module):
+    """The half of the seconds that checkpoints, tables and progress bars take to import."""
+    monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main([command, "parity", "--help"]) == 0
+    assert "--lr" in capsys.readouterr().out
+    with pytest.raises(ImportError, match=module):
+        cli.main([command, "parity"])
