@@ -47,6 +47,14 @@ def draw(T, state_dtype, layout, apart, *, sizes=SIZES, N=N, counts=COUNTS):
     return tokens, gates, kind._replace(state=states, cursors=put(cursors), **entered)
 
 
+def both(call, tokens, ring, **options):
+    """Outputs and rings after a call by plain JAX, and by the interpreted kernel, in one program."""
+    ways = "xla", "mosaic_gpu"
+    run = jax.jit(lambda tokens, ring: [call(*tokens, ring, **options, implementation=way) for way in ways])
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        return run(tokens, ring)
+
+
 def assert_alike(want, got, before, layout, read=SLOTS):
     """Outputs and present states near one another; slots that nobody wrote keep their bits, cursors are equal."""
     (o, after), (o_, after_) = want, got
@@ -54,7 +62,8 @@ def assert_alike(want, got, before, layout, read=SLOTS):
     assert not np.asarray(o_, np.float64)[read == -1].any()
     np.testing.assert_array_equal(np.asarray(after.cursors), np.asarray(after_.cursors))
     slots = np.sort(read[read >= 0])
-    present = [serving.snapshot(ring, slots, state_layout=layout) for ring in (after, after_)]
+    snapshot = functools.partial(serving.snapshot, read_slots=slots, state_layout=layout)
+    present = jax.jit(lambda *rings: [*map(snapshot, rings)])(after, after_)
     bound = BOUNDS["bfloat16"][0]["final_state"]
     assert_close(*(np.asarray(x, np.float64) for x in present), bound, "present states")
     others = np.setdiff1d(np.arange(len(before.state)), slots)
@@ -77,9 +86,7 @@ def test_a_token(state_dtype, layout, apart):
     """A token behind 0 to 15 others: the last one fills its ring, which becomes part of the state."""
     token, gates, ring = draw(0, state_dtype, layout, apart)
     options = gates | dict(read_slots=SLOTS, state_layout=layout)
-    want = serving.decode(*token, jax.tree.map(put, ring), **options, implementation="xla")
-    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-        got = serving.decode(*token, jax.tree.map(put, ring), **options, implementation="mosaic_gpu")
+    want, got = both(serving.decode, token, ring, **options)
     assert_alike(want, got, ring, layout)
 
 
@@ -92,9 +99,7 @@ def test_drafts(state_dtype, layout, apart, T):
     spans = dict(state_slots=SLOTS, num_accepted_tokens=np.array([1, 1, 2, 1], np.int32))
     spans |= dict(num_tokens=np.array([T, T, 2, T], np.int32))
     options = gates | spans | dict(state_layout=layout)
-    want = serving.verify(*tokens, jax.tree.map(put, ring), **options, implementation="xla")
-    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-        got = serving.verify(*tokens, jax.tree.map(put, ring), **options, implementation="mosaic_gpu")
+    want, got = both(serving.verify, tokens, ring, **options)
     assert_alike(want, got, ring, layout)
     # Drafts that meet one another as they were before they are stored change one output in ten by a step.
     assert np.mean(np.asarray(want[0]) != np.asarray(got[0])) < 0.01
