@@ -1,7 +1,6 @@
 """Set-up shared by all tests: run-time shape checks, eight CPU devices, and tests that need a GPU."""
 
 import gc
-import importlib.util
 import itertools
 import os
 import types
@@ -22,11 +21,11 @@ import pytest
 
 pytest.register_assert_rewrite("compiled_programs")
 import compiled_programs  # noqa: E402 - its asserts are rewritten from here on
+import shape_checks  # noqa: E402
 
 # Every jaxtyping annotation of the packages is checked at run time. Must come before their first import.
-CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
-if CHECKS_SHAPES:
-    jaxtyping.install_import_hook(["gdn_jax", "pallas_kernels"], "beartype.beartype")
+if shape_checks.ARE_ON:
+    shape_checks.install()
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; the first one is used unless a test says otherwise
 # On a CPU the same operations of XLA without LLVM's optimisations: compilation is nearly all that the suite does, and
@@ -41,7 +40,9 @@ pytest_plugins = ["compiled_programs", "unchanged"]
 
 def pytest_report_header():
     """Says so where shapes go unchecked."""
-    return None if CHECKS_SHAPES else "beartype is not installed: annotations are NOT checked at run time"
+    return (
+        None if shape_checks.ARE_ON else "beartype is not installed: annotations are NOT checked at run time"
+    )
 
 
 def _no_gpu(*capabilities: str) -> str | None:
