@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from scipy.special import stdtrit
@@ -90,14 +90,10 @@ class Row(NamedTuple):
         if answers is None:
             return self
         kept = [has_learned(loss, answers) for loss in self.losses]
-
-        def of(values: Iterable[Any]) -> tuple[Any, ...]:
-            return tuple(itertools.compress(values, kept))
-
-        scores = {size: [*of(values)] for size, values in self.scores.items()}
-        return self._replace(
-            scores=scores, losses=of(self.losses), curves=of(self.curves), seeds=of(self.seeds)
-        )
+        scores = {size: [*itertools.compress(values, kept)] for size, values in self.scores.items()}
+        fields = self.losses, self.curves, self.seeds
+        losses, curves, seeds = (tuple(itertools.compress(values, kept)) for values in fields)
+        return self._replace(scores=scores, losses=losses, curves=curves, seeds=seeds)
 
     def k_of_n(self, answers: float | None) -> str:
         """Says how many seeds have learned something."""
