@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import cheap_keys
 import jax
 import numpy as np
 from flax import nnx
@@ -23,7 +24,7 @@ def drawn[M: nnx.Module](build: Callable[[nnx.Rngs], M], seed: int = 0) -> M:
     @jax.jit
     def draw(seed):
         nonlocal graphdef
-        graphdef, state = nnx.split(build(nnx.Rngs(jax.random.key(seed))))
+        graphdef, state = nnx.split(build(nnx.Rngs(cheap_keys.key(seed))))
         return state
 
     state = draw(seed)

@@ -1,5 +1,6 @@
 """Sequences of recall: what can be answered, how gaps and questions are drawn, cases of several sizes."""
 
+import cheap_keys
 import jax
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from gdn_jax.training.tasks.table import make_task
 @pytest.mark.parametrize("length, vocab_size, num_pairs", [(16, 8, 4), (64, 64, 8), (32, 512, 1)])
 def test_recall_is_answerable(length, vocab_size, num_pairs):
     tokens, targets, asked = map(
-        np.asarray, recall.sequences(jax.random.key(3), 50, length, vocab_size, num_pairs, 0.01)
+        np.asarray, recall.sequences(cheap_keys.key(3), 50, length, vocab_size, num_pairs, 0.01)
     )
     assert (asked.sum(1) == num_pairs).all()
     for row, target, where in zip(tokens, targets, asked, strict=True):
@@ -32,7 +33,7 @@ def test_recall_is_answerable(length, vocab_size, num_pairs):
 @pytest.mark.slow
 def test_recall_of_fewer_pairs():
     """The pairs that are not kept, and their queries, are fill; what stays is as it was."""
-    key, kept = jax.random.key(3), np.array([1, 2, 4] * 20)
+    key, kept = cheap_keys.key(3), np.array([1, 2, 4] * 20)
     whole = [np.asarray(x) for x in recall.sequences(key, 60, 24, 32, 4, 0.01)]
     fewer = [np.asarray(x) for x in recall.sequences(key, 60, 24, 32, 4, 0.01, kept)]
     for n, *rows in zip(kept, *whole, *fewer, strict=True):
@@ -64,7 +65,7 @@ def test_recall_of_rewritten_keys():
     """Every key is asked once, for the last value that the kept pairs give it."""
     kept = np.array([1, 3, 8] * 20)
     tokens, targets, asked = map(
-        np.asarray, recall.sequences(jax.random.key(4), 60, 40, 8, 8, 0.01, kept, rewrite=True)
+        np.asarray, recall.sequences(cheap_keys.key(4), 60, 40, 8, 8, 0.01, kept, rewrite=True)
     )
     again = 0
     for n, row, target, where in zip(kept, tokens, targets, asked, strict=True):
@@ -83,7 +84,7 @@ def test_recall_of_rewritten_keys():
 @pytest.mark.parametrize("pairs, rewrite", [(3, False), (8, True), (20, False)])
 def test_slices_of_recall(pairs, rewrite):
     """Query by query: the eighth of the pairs in which its key was last written, and of the questions of its row."""
-    drawn = recall.sequences(jax.random.key(5), 40, 96, 48, 20, 0.01, np.full(40, pairs), rewrite=rewrite)
+    drawn = recall.sequences(cheap_keys.key(5), 40, 96, 48, 20, 0.01, np.full(40, pairs), rewrite=rewrite)
     tokens, _, asked = map(np.asarray, drawn)
     count = min(pairs, 8)
     wanted = {name: np.zeros((count, *asked.shape), bool) for name in ("place", "order")}
@@ -103,7 +104,7 @@ def test_slices_of_recall(pairs, rewrite):
 def test_questions_in_any_order():
     """By the gap law early pairs are asked early; shuffled, only that order is another one."""
     key, draw = (
-        jax.random.key(6),
+        cheap_keys.key(6),
         jax.jit(recall.sequences, static_argnums=range(1, 6), static_argnames="shuffled"),
     )
     gaps, shuffled = (
@@ -123,7 +124,7 @@ def test_questions_in_any_order():
 
 
 def test_recall_gaps_follow_the_power_law():
-    _, _, asked = recall.sequences(jax.random.key(0), 4000, 32, 16, 1, 0.01)
+    _, _, asked = recall.sequences(cheap_keys.key(0), 4000, 32, 16, 1, 0.01)
     counts = np.asarray(asked)[:, 2::2].sum(0)
     law = np.arange(1, 16) ** (0.01 - 1)
     expected = 4000 * law / law.sum()
