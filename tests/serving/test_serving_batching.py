@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from device_arrays import put
-from flax import nnx
+from small_models import made
 
 from gdn_jax import serving
-from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.models import ModelConfig, generate
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.served import ServedModel
 from gdn_jax.serving import batching
@@ -33,7 +33,7 @@ SLOTS = 5
 
 @functools.cache
 def model():
-    return LanguageModel(CONFIG, rngs=nnx.Rngs(0))
+    return made(CONFIG)
 
 
 @functools.cache
@@ -185,10 +185,12 @@ def test_a_preempted_request_is_the_next():
 
 
 def test_a_request_whose_end_is_read_after_it_lost_its_slot():
-    """It ends once, and its slot serves the next."""
+    """It ends once, and its slot serves the next; three others have the other places all the time."""
     stop = int(wanted()[0][0])
-    server = make_server(max_batch=1)
+    server = make_server()
     number = server.submit(prompts()[0], 7, stop_token=stop)
+    for _ in range(3):
+        server.submit(prompts()[0], 40)
     other = server.submit(prompts()[6], 4)
     server.step()  # starts the token that ends it
     server.preempt(number)

@@ -1,6 +1,7 @@
 """What a sweep trains and scores: its models, what a scale multiplies, runs in one program, the sets of sequences."""
 
 import dataclasses
+import functools
 from typing import get_args
 
 import jax
@@ -43,9 +44,9 @@ def test_what_a_scale_multiplies(scaled, state, changed):
     assert sweep_options.state_size(three) == state * sweep_options.state_size(one)
 
 
-def weights_of(make):
-    """Weights of a model that `make` makes, drawn by one program."""
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.Param)))()
+def weights_of(*makes):
+    """Weights of a model that each of `makes` makes, drawn by one program."""
+    return jax.jit(lambda: [nnx.to_pure_dict(nnx.state(make(), nnx.Param)) for make in makes])()
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_equal_parameters_and_initial_weights():
     task = make_task(o.task, 8)
 
     def weights(mixer):
-        return weights_of(lambda: program.make_model(o, task, mixer, 3))
+        return weights_of(lambda: program.make_model(o, task, mixer, 3))[0]
 
     usual = "gated_delta_net"
     alike = [name for name, m in MIXERS.items() if m.mixer == m.form == usual]
@@ -73,8 +74,8 @@ def test_time_step_scales_the_first_decays():
     slow = dataclasses.replace(o, model=dataclasses.replace(o.model, time_step=0.1))
     task = make_task(o.task, 8)
     for mixer in ("mamba2", "gated_delta_net", "kda"):
-        one, tenth = (
-            weights_of(lambda x=x, mixer=mixer: program.make_model(x, task, mixer, 3)) for x in (o, slow)
+        one, tenth = weights_of(
+            *(functools.partial(program.make_model, x, task, mixer, 3) for x in (o, slow))
         )
         biases = [x["blocks"][0]["mixer"].pop("dt_bias") for x in (one, tenth)]
         steps_of = [np.log1p(np.exp(np.asarray(x, np.float64))) for x in biases]
@@ -93,7 +94,7 @@ def test_starts_are_arguments_of_one_program():
     for i, run in enumerate(runs):
         size = dataclasses.replace(o.model, **run.start._asdict())
         model = MIXERS["gated_delta_net"].model(size)
-        wanted = weights_of(lambda model=model: steps.make_model(model, task.vocab_size, 0))
+        [wanted] = weights_of(lambda model=model: steps.make_model(model, task.vocab_size, 0))
         jax.tree.map(
             lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-6), made, wanted
         )
