@@ -36,12 +36,33 @@ def in_one_kernel(
     del return_cache
     if cache is None or any(option is not None for option in packing.values()):
         return None
+    found = _layer_of(mixer, norm.scale(jnp.float32), cache)
+    if found is None or not delta_layer.takes(x, *found, mixer.implementation):
+        return None
+    layer, gates = found
+    options = delta_layer.Options(norm.eps, mixer.o_norm.eps, mixer.activation)
+    arrays = x, array_of(y), layer
+    after, out, *states = delta_layer.delta_layer(*arrays, gates, options, read_ahead(mixer, 2))
+    return after, (out, RecurrentCache(*states))
+
+
+def takes(mixer: RecurrentMixer) -> bool:
+    """Whether `in_one_kernel` takes a token of one row in a copy of a layer for single tokens."""
+    width = mixer.hidden_size
+    found = _layer_of(mixer, jnp.ones(width), mixer.init_cache(1))
+    return found is not None and delta_layer.takes(jnp.zeros((1, 1, width)), *found, mixer.implementation)
+
+
+def _layer_of(
+    mixer: RecurrentMixer, norm: Float[Array, " D"], cache: RecurrentCache
+) -> tuple[delta_layer.Layer, delta_layer.Gates] | None:
+    """The arguments of `parts.delta_layer`; None where the layer's products are not what it reads."""
     gates, last = mixer.token_gates(), mixer.o_proj
     group = group_of((mixer.q_proj, mixer.k_proj, mixer.v_proj))
     if gates is None or group is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
         return None
     layer = delta_layer.Layer(
-        norm=norm.scale(jnp.float32),
+        norm=norm,
         inputs=group.weight[...],
         convolution=Convolution(cache.conv, *mixer.filters()),
         A_log=None if mixer.A_log is None else mixer.A_log[...],
@@ -50,9 +71,4 @@ def in_one_kernel(
         output_norm=mixer.o_norm.scale(jnp.float32),
         output=last.group.weight[...],
     )
-    if not delta_layer.takes(x, layer, gates, mixer.implementation):
-        return None
-    options = delta_layer.Options(norm.eps, mixer.o_norm.eps, mixer.activation)
-    arrays = x, array_of(y), layer
-    after, out, *states = delta_layer.delta_layer(*arrays, gates, options, read_ahead(mixer, 2))
-    return after, (out, RecurrentCache(*states))
+    return layer, gates

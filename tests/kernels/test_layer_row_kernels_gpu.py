@@ -227,8 +227,12 @@ SMALL_QWEN = dataclasses.replace(
     **dict(vocab_size=256, num_layers=4, dtype="bfloat16", weight_dtype="bfloat16"),
 )
 
+SMALL_KDA = dataclasses.replace(
+    PRESETS["kda-0.4b"], vocab_size=256, num_layers=2, dtype="bfloat16", weight_dtype="bfloat16"
+)
 
-@pytest.mark.parametrize("config", [SMALL_LING, SMALL_QWEN], ids=["ling", "qwen"])
+
+@pytest.mark.parametrize("config", [SMALL_LING, SMALL_QWEN, SMALL_KDA], ids=["ling", "qwen", "kda"])
 def test_a_token_of_one_row_of_a_model(config):
     """Recurrent, latent and attention layers, dense and with experts, token by token in the copy that generation
     reads."""

@@ -13,7 +13,7 @@ import tiny_runs
 from flax import nnx
 from harness import tiers
 from jax.sharding import PartitionSpec
-from small_layers import empty_cache
+from small_layers import drawn, empty_cache
 from small_models import made
 from steps_on_meshes import CONFIG, check_same_steps, three_steps
 from tolerances import FLOAT32, assert_close
@@ -21,6 +21,7 @@ from tolerances import FLOAT32, assert_close
 from gdn_jax.commands import cli
 from gdn_jax.hf import save_hf
 from gdn_jax.inspect.analysis import layer_half_lives, memory_horizon, model_rule_inputs
+from gdn_jax.layers import KimiDeltaAttention
 from gdn_jax.layers.blocks import ProjectionGroup
 from gdn_jax.layers.gated_delta_product import DeltaProduct
 from gdn_jax.layers.kimi_delta_attention import KimiDelta
@@ -33,6 +34,7 @@ from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.parts.kernels import trusted
 from gdn_jax.rules import RULES
 from gdn_jax.training import steps
 from gdn_jax.training.mixers import MIXERS, label
@@ -95,6 +97,39 @@ def test_a_row_equals_its_tokens(mixer, monkeypatch):
         logits.append(one)
     assert_close(whole, np.concatenate(logits, 1), F32)
     assert_close(last[0].state, np.asarray(cache[0].state), F32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "multiplied"),
+    [({}, 1, True), ({}, 2, False), (dict(hidden_size=2304, num_heads=18), 1, False)],
+    ids=["one row", "two rows", "a stream that the kernel refuses"],
+)
+def test_factors_are_multiplied_for_the_kernel_of_a_whole_layer(sizes, rows, multiplied):
+    """A token of one row has one kernel for a layer whose gates have full rank; other copies keep the factors."""
+    options: dict = dict(vocab_size=8, num_layers=1, dtype="bfloat16", weight_dtype="bfloat16")
+    config = dataclasses.replace(PRESETS["kda-0.4b"], **options | sizes)
+
+    def copied():
+        model = program.for_inference(LanguageModel(config, rngs=nnx.Rngs(0)))
+        return program.for_decoding(model, rows)
+
+    with trusted():
+        mixer = nnx.eval_shape(copied).blocks[0].mixer
+    assert hasattr(mixer, "g_proj") == hasattr(mixer, "f_proj") == multiplied
+    assert hasattr(mixer, "g_a_proj") != multiplied
+
+
+def test_the_product_of_factors_is_the_layer():
+    layer = drawn(lambda rngs: KimiDeltaAttention(16, 2, head_dim=8, output_gate_bias=True, rngs=rngs))
+    x = np.random.default_rng(0).standard_normal((2, 3, 16)).astype(np.float32)
+
+    @nnx.jit
+    def both(layer, x):
+        whole = nnx.clone(layer)
+        whole.multiply_factors()
+        return layer(x)[0], whole(x)[0]
+
+    assert_close(*both(layer, x), F32)
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from gdn_jax.layers import RecurrentMixer
+from gdn_jax.layers import RecurrentMixer, single_token
 from gdn_jax.layers.blocks import RMSNorm, group_projections, set_product
+from gdn_jax.layers.channel_decay import ChannelDecayMixer
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import Block, ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
@@ -87,7 +88,7 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
         return model
     model = nnx.clone(model)
     for block in model.blocks:
-        block.mixer = _mixer_for_decoding(block.mixer)
+        block.mixer = _mixer_for_decoding(block.mixer, rows)
         block.mlp = _mlp_for_decoding(block, rows)
     if rows == 1:
         _look_ahead(model)
@@ -102,16 +103,26 @@ ROWS: dict[type, Callable[[Any], nnx.Module]] = {
 """A mixer's type -> the one that takes its place in a copy for single tokens. Others stay, changed in place."""
 
 
-def _mixer_for_decoding(mixer: Any) -> Any:
+def _mixer_for_decoding(mixer: Any, rows: int) -> Any:
     """A token mixer with one product for projections of one input, changed in place or another in its place."""
+    if rows == 1 and isinstance(mixer, ChannelDecayMixer):
+        whole = nnx.clone(mixer)
+        whole.multiply_factors()
+        _group(whole)
+        if single_token.takes(whole):
+            return whole
+    _group(mixer)
+    if isinstance(mixer, RecurrentMixer):
+        mixer.join_factors()
+    kind = ROWS.get(type(mixer))
+    return mixer if kind is None else kind(mixer)
+
+
+def _group(mixer: Any) -> None:
     # Whole heads, so that a kernel can take the last ones as those of the output gate.
     unit = mixer.head_v_dim if isinstance(mixer, RecurrentMixer) else 1
     for names in GROUPS:
         group_projections(mixer, names, unit if "g_proj" in names else 1)
-    if isinstance(mixer, RecurrentMixer):
-        mixer.join_factors()
-    rows = ROWS.get(type(mixer))
-    return mixer if rows is None else rows(mixer)
 
 
 def _mlp_for_decoding(block: Block, rows: int) -> Any:
