@@ -91,9 +91,12 @@ class Row(NamedTuple):
             return self
         kept = [has_learned(loss, answers) for loss in self.losses]
         scores = {size: [*itertools.compress(values, kept)] for size, values in self.scores.items()}
-        fields = self.losses, self.curves, self.seeds
-        losses, curves, seeds = (tuple(itertools.compress(values, kept)) for values in fields)
-        return self._replace(scores=scores, losses=losses, curves=curves, seeds=seeds)
+        return self._replace(
+            scores=scores,
+            losses=(*itertools.compress(self.losses, kept),),
+            curves=(*itertools.compress(self.curves, kept),),
+            seeds=(*itertools.compress(self.seeds, kept),),
+        )
 
     def k_of_n(self, answers: float | None) -> str:
         """Says how many seeds have learned something."""
