@@ -21,7 +21,6 @@ from pallas_kernels.ampere.prepare import prepare
 from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.states import ends, factors, outputs
 from pallas_kernels.ampere.walk import Config
-from pallas_kernels.device import launch
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
 from pallas_kernels.device.memory import pad
@@ -53,11 +52,6 @@ class Residuals(NamedTuple):
     """States before each segment, transposed and padded; None where rows are not cut."""
     m: Float[Array, "B S HO K K"] | None
     """Maps of states over each segment, see `segments`."""
-
-
-def device_reason() -> str | None:
-    """Why JAX's default device cannot run these kernels; None if it can."""
-    return launch.device_reason(NEEDS, "the kernels by mma.sync")
 
 
 def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool = False) -> str | None:

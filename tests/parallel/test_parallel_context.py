@@ -22,11 +22,11 @@ from gdn_jax.parallel.borders import Borders
 from gdn_jax.rule.call import Arrays, Call
 from gdn_jax.rule.kernels.hopper_passing import HopperPassing
 from gdn_jax.shapes import Dims
-from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward import rule as backward_rule
 from pallas_kernels.chunks import inverse
 from pallas_kernels.device import launch as device_launch
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward_rule
 
 TOKENS, WHOLE = spec(None, "context"), spec()
@@ -267,7 +267,8 @@ def test_arguments_are_checked(options, message):
 
 def test_kernels_that_hand_over_no_states(monkeypatch):
     """By name they are refused; unasked the chunked form runs where a device has no others."""
-    monkeypatch.setattr(mma_rule, "device_reason", lambda *_: None)
+    lacks = lambda needs, *_: None if needs == Needs.MMA else "it has no wgmma"  # noqa: E731
+    monkeypatch.setattr(device_launch, "device_reason", lacks)
     mesh, x = mesh_of((2,), ("context",)), jnp.ones((1, 128, 2, 64), jnp.bfloat16)
 
     def traced(**how):

@@ -36,7 +36,6 @@ from gdn_jax.parts.channel_gates import channel_gates
 from gdn_jax.parts.norms import add_norm, gated_norm
 from gdn_jax.parts.short_conv import short_conv
 from gdn_jax.parts.swiglu import swiglu
-from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.layer import weight_gradient
 
@@ -93,7 +92,6 @@ def no_launch(monkeypatch):
     for module in KERNEL_MODULES:
         monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{module}"), "launch", launch)
     monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
-    monkeypatch.setattr(mma_rule, "device_reason", lambda *_: None)
     jax.clear_caches()  # of what was traced with other kernels
     yield
     jax.clear_caches()

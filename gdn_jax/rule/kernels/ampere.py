@@ -8,6 +8,7 @@ import jax
 from gdn_jax import gates
 from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
 from gdn_jax.rule.kernels.kernel_set import (
+    OfModules,
     OutputCotangents,
     Residuals,
     as_gates,
@@ -16,35 +17,26 @@ from gdn_jax.rule.kernels.kernel_set import (
     of_heads,
 )
 from gdn_jax.rule.state_passing import StatePassing
-from gdn_jax.shapes import AnyStates, Dims, Outputs
+from gdn_jax.shapes import AnyStates, Outputs
 
 
 @dataclasses.dataclass(frozen=True)
-class Ampere:
+class Ampere(OfModules):
     """The set of that name; `Residuals` are those of `pallas_kernels.ampere.rule`."""
 
     name = "mosaic_mma"
+    called = "the kernels by mma.sync"
     gates = (HEADS,)
 
     def state_passing(self, call: Call) -> StatePassing | None:
         """See `KernelSet`."""
         del call
 
-    def device_reason(self) -> str | None:
-        """See `KernelSet`."""
+    def forward_module(self) -> Any:
+        """See `OfModules`."""
         from pallas_kernels.ampere import rule
 
-        return rule.device_reason()
-
-    def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
-        """See `KernelSet`."""
-        from pallas_kernels.ampere import rule
-
-        return rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
-
-    def reason(self, x: Arrays) -> str | None:
-        """See `KernelSet`."""
-        del x
+        return rule
 
     def forward(self, call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
         """See `KernelSet`. The norm of q and k comes before the kernels, which have none inside."""

@@ -33,17 +33,11 @@ class Channels(InSegments):
         """See `KernelSet`."""
         del call
 
-    def device_reason(self) -> str | None:
-        """See `KernelSet`."""
-        from pallas_kernels.device import launch
-
-        return launch.device_reason()
-
-    def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
-        """See `KernelSet`."""
+    def forward_module(self) -> Any:
+        """See `OfModules`."""
         from pallas_kernels.forward import channel_rule
 
-        return channel_rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
+        return channel_rule
 
     def reason(self, x: Arrays) -> str | None:
         """See `KernelSet`."""

@@ -16,7 +16,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     of_heads,
 )
 from gdn_jax.rule.state_passing import StatePassing
-from gdn_jax.shapes import AnyStates, Dims, Outputs
+from gdn_jax.shapes import AnyStates, Outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +30,11 @@ class Hopper(InSegments):
         """See `KernelSet`."""
         return HopperPassing(call)
 
-    def device_reason(self) -> str | None:
-        """See `KernelSet`."""
-        from pallas_kernels.device import launch
-
-        return launch.device_reason()
-
-    def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
-        """See `KernelSet`."""
+    def forward_module(self) -> Any:
+        """See `OfModules`."""
         from pallas_kernels.forward import rule
 
-        return rule.check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
-
-    def reason(self, x: Arrays) -> str | None:
-        """See `KernelSet`."""
-        del x
+        return rule
 
     def forward(self, call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residuals]:
         """See `KernelSet`."""

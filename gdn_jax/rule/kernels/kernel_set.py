@@ -92,7 +92,32 @@ class KernelSet(Protocol):
         ...
 
 
-class InSegments:
+class OfModules:
+    """Methods of sets of kernels whose refusals are those of the module of their forward."""
+
+    called = "these kernels"
+    """Their name in a refusal."""
+
+    def forward_module(self) -> Any:
+        """The module of the forward."""
+        raise NotImplementedError
+
+    def device_reason(self) -> str | None:
+        """See `KernelSet`."""
+        from pallas_kernels.device import launch
+
+        return launch.device_reason(self.forward_module().NEEDS, self.called)
+
+    def check_supported(self, dims: Dims, dtype: Any, *, chunk_size: int, packed: bool) -> str | None:
+        """See `KernelSet`."""
+        return self.forward_module().check_supported(dims, dtype, chunk_size=chunk_size, packed=packed)
+
+    def reason(self, x: Arrays) -> str | None:
+        """See `KernelSet`."""
+        del x
+
+
+class InSegments(OfModules):
     """A method of sets of kernels that cut sequences into segments, whose states and maps the residuals hold."""
 
     def settled(self: Any, call: Call, x: Arrays) -> Call:
