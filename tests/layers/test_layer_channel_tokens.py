@@ -1,14 +1,12 @@
 """One token of a layer with a decay of each channel by kernels, without a GPU: interpreted, differentiated, and left
 to plain JAX where they do not take it."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 from fused_harness import close, close_windows, draws
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from layer_kernels import interpret_tokens
 from small_layers import drawn
 
 from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
@@ -18,7 +16,7 @@ from gdn_jax.parts import channel_token
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import channel_step, conv_update
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+TOKENS = (conv_update, "conv_update"), (channel_step, "channel_step")
 SIZES = dict(num_heads=2, num_v_heads=4, head_dim=32)
 OPTIONS = {
     "softplus": dict(conv_bias=True),
@@ -40,19 +38,6 @@ def inputs(B=3):
     return draw(B, 1, 64), RecurrentCache(draw(B, 256, 3), draw(B, 4, 32, 32))
 
 
-def interpret_tokens(monkeypatch) -> list[str]:
-    """The kernels of a token are interpreted; which of them were called."""
-    calls = []
-
-    def told(name, kernel, *args, **options):
-        calls.append(name)
-        return kernel(*args, interpret=INTERPRET, **options)
-
-    for module, name in ((conv_update, "conv_update"), (channel_step, "channel_step")):
-        monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))
-    return calls
-
-
 @pytest.mark.parametrize("name", ["softplus", pytest.param("bound", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "grouped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["grouped", "apart"]
@@ -65,7 +50,7 @@ def test_token_of_a_layer(name, grouped, monkeypatch):
     if grouped:
         group_projections(layer, program.GROUPS[0], layer.head_v_dim)
         layer.join_factors()
-    calls = interpret_tokens(monkeypatch)
+    calls = interpret_tokens(monkeypatch, *TOKENS)
     with trusted():
         y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "channel_step"]
@@ -97,7 +82,7 @@ def test_derivative(name, monkeypatch):
 
 def test_what_erases_nothing_runs_in_plain_jax(monkeypatch):
     """The kernel erases what it writes."""
-    calls = interpret_tokens(monkeypatch)
+    calls = interpret_tokens(monkeypatch, *TOKENS)
     with trusted():
         y, _ = call(layer_of(GatedLinearAttention), *inputs())
     assert not calls and np.isfinite(y).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from fused_harness import close, close_windows, draws
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from layer_kernels import INTERPRET, interpret_tokens
 from small_layers import drawn
 
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, recurrent
@@ -23,7 +23,7 @@ from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import conv_update, step
 from pallas_kernels.layer import norm
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+TOKENS = (conv_update, "conv_update"), (step, "step_of_channels")
 
 
 def token_layer(implementation=None, **options):
@@ -41,20 +41,6 @@ def token_inputs(params, B=3):
     return params, draw(B, 1, 64), layer
 
 
-def interpret_tokens(monkeypatch) -> list[str]:
-    """The kernels of a token are interpreted; which of them were called."""
-    calls = []  # outside jit, inside which the interpreter hangs
-
-    def told(name, kernel, *args, **options):
-        calls.append(name)
-        return kernel(*args, interpret=INTERPRET, **options)
-
-    for module, name in ((conv_update, "conv_update"), (step, "step_of_channels")):
-        monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))
-    monkeypatch.setattr(norm, "add_norm", functools.partial(norm.add_norm, interpret=INTERPRET))
-    return calls
-
-
 ways = pytest.mark.parametrize(
     "whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "parts"]
 )
@@ -67,7 +53,8 @@ def test_token_of_a_layer(options, whole, monkeypatch):
     params, plain = token_layer("chunked", **options)
     args = token_inputs(params)
     expected = jax.jit(plain)(*args)
-    calls = interpret_tokens(monkeypatch)
+    calls = interpret_tokens(monkeypatch, *TOKENS)
+    monkeypatch.setattr(norm, "add_norm", functools.partial(norm.add_norm, interpret=INTERPRET))
     with trusted(whole=whole):
         y, cache = token_layer(**options)[1](*args)
     assert calls == ["conv_update"] * whole + ["step_of_channels"]
@@ -100,7 +87,8 @@ def test_token_of_a_layer_with_one_product(monkeypatch):
         return of_channels(o, channels, *args, **options)
 
     monkeypatch.setattr(recurrent, "gated_norm_of_channels", told)
-    calls = interpret_tokens(monkeypatch)
+    calls = interpret_tokens(monkeypatch, *TOKENS)
+    monkeypatch.setattr(norm, "add_norm", functools.partial(norm.add_norm, interpret=INTERPRET))
     with trusted():
         y, after = layer(x, cache=cache)
     assert calls == ["conv_update", "step_of_channels"] and gates == [(3, 1, 288)]

@@ -100,6 +100,19 @@ def interpret(monkeypatch) -> collections.Counter:
     return calls
 
 
+def interpret_tokens(monkeypatch, *kernels) -> list[str]:
+    """Kernels of a token, functions of modules, are interpreted; which of them were called."""
+    calls = []  # outside jit, inside which the interpreter hangs
+
+    def told(name, kernel, *args, **options):
+        calls.append(name)
+        return kernel(*args, interpret=INTERPRET, **options)
+
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))
+    return calls
+
+
 @functools.cache
 def joining_layer(implementation=None, **options):
     """A small layer that can have all products of its input in one array: its gated norm takes four heads at once."""
