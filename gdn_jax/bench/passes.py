@@ -20,7 +20,7 @@ from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
 from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
 from gdn_jax.commands.errors import one_line
-from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
+from gdn_jax.rule.implementations import IMPLEMENTATIONS, PLAIN
 from gdn_jax.training.kernels import device_reason
 
 
@@ -164,7 +164,7 @@ class Problem:
         Args: as for `timed` and `beside`; make takes the known borders, and then the unknown ones.
         """
         kinds: dict[str, tuple[Any, Any]] = {"": (None, self.cu_seqlens)}
-        if self.cu_seqlens is not None and by in BY_KERNELS:
+        if self.cu_seqlens is not None and by not in PLAIN:
             kinds = {"known": (self.row.cu_seqlens, None), "traced": (None, self.cu_seqlens)}
         for lengths, borders in kinds.items():
             about = {"row": self.row.name, "pass": self.what, "by": by, "lengths": lengths}

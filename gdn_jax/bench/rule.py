@@ -20,7 +20,7 @@ from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.rows import Row
 from gdn_jax.commands.errors import fail, one_line
 from gdn_jax.commands.fields import Distinct, Positive, Repeated
-from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
+from gdn_jax.rule.implementations import IMPLEMENTATIONS, PLAIN
 from gdn_jax.training.kernels import device_reason, rule_implementation
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class RuleBenchmark(Benchmark):
         """Rows with their passes, the dtype and the implementations."""
         of_channels = "chunked" if device_reason() else "mosaic_gpu"
         fastest = rule_implementation() if self.gates == ("head",) else of_channels
-        if self.is_table and (self.rows or fastest in BY_KERNELS):
+        if self.is_table and (self.rows or fastest not in PLAIN):
             rows = bench_rows.table_rows(self.rows, self.passes, self.gates)
             return rows, "bfloat16", self.implementations or (fastest,)
         lengths = (2048,) if self.lengths is None else self.lengths

@@ -136,6 +136,9 @@ IMPLEMENTATIONS = tuple(dict.fromkeys(one.name for one in TABLE))
 BY_KERNELS = tuple(dict.fromkeys(one.name for one in TABLE if one.by_kernels))
 """Names of those that are kernels."""
 
+PLAIN = tuple(name for name in IMPLEMENTATIONS if name not in BY_KERNELS)
+"""Names of the others."""
+
 
 def first(call: Call, x: Arrays, dims: Dims, name: str | None = None) -> Implementation:
     """The fastest implementation that runs a call, or the one of that name.
