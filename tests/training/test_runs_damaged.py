@@ -209,7 +209,7 @@ def test_edited_configuration_without_checkpoints(copy, capsys, monkeypatch):
     (copy / "metrics.jsonl").unlink()
     config = json.loads((copy / "config.json").read_text())
     parameters = config["parameters"]
-    config["options"]["num_layers"] = 10**4
+    config["options"]["num_layers"] = 2000
     (copy / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(steps, "make_model", None)
     assert resume(copy) == 1
