@@ -1,6 +1,7 @@
 """The house rules that a program can check: who imports whom, and what an import does."""
 
 import ast
+import functools
 import pathlib
 import sys
 
@@ -362,22 +363,28 @@ def room(module):
     return next((name for name in names if name in ROOMS), None)
 
 
+def statements(node, inside=False):
+    """(statement or clause of one, inside a function) of everything below a node but expressions."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, part, ()):
+            yield child, inside
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from statements(child, inside or function)
+
+
+@functools.cache
 def imports(path):
     """(imported module, line, inside a function) of every import statement."""
-    tree = ast.parse(path.read_text(), str(path))
-    inside = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inside |= {id(child) for child in ast.walk(node)}
-    for node in ast.walk(tree):
+    found = []
+    for node, inside in statements(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, id(node) in inside) for alias in node.names)
+            found += [(alias.name, node.lineno, inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import, say the full name"
-            found = node.module or ""
             for alias in node.names:
-                whole = f"{found}.{alias.name}"
-                yield (whole if room(whole) else found), node.lineno, id(node) in inside
+                whole = f"{node.module}.{alias.name}"
+                found.append((whole if room(whole) else node.module, node.lineno, inside))
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
