@@ -42,6 +42,25 @@ def test_annotations_are_checked(monkeypatch):
     assert jaxtyping.jaxtyped(bare, typechecker=None) is bare
 
 
+def test_beartype_checks_alone_where_no_array_is_annotated(monkeypatch):
+    """Also names that are strings, and unless checks are switched off."""
+    from beartype import beartype
+    from beartype.roar import BeartypeCallHintViolation
+
+    monkeypatch.setattr(shape_checks, "_jaxtyped", None)
+
+    @jaxtyping.jaxtyped(typechecker=beartype)
+    def twice(x: "int | None", *, names: tuple[str, ...] = ()) -> int:
+        return x if names else 2 * x
+
+    assert twice(3) == 6
+    for call in (lambda: twice("x"), lambda: twice(3, names=(1,)), lambda: twice(None, names=("a",))):
+        with pytest.raises(BeartypeCallHintViolation):
+            call()
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    assert twice("x") == "xx"
+
+
 def test_public_functions_have_the_checks():
     with pytest.raises(jaxtyping.TypeCheckError):
         gates.l2norm("no array")
