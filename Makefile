@@ -37,8 +37,9 @@ gpu-test: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/test.done)
 	$(GPU_PYTHON) -m pytest -m "gpu and alone"
 
 # Whether the tests notice the faults listed in tests/faults/, put into a copy one by one: twenty minutes.
+# FAULTS="--report FILE" keeps each verdict, so that a run that is cut goes on from there.
 faults: $(VENV)/test.done
-	$(BIN)/python tests/faults/run.py --jobs $(JOBS)
+	$(BIN)/python tests/faults/run.py --jobs $(JOBS) $(FAULTS)
 
 # Random legal calls against the oracle and random illegal ones; FUZZ="--seed 3 --legal 100" for another campaign.
 fuzz: $(VENV)/test.done
