@@ -125,9 +125,9 @@ def test_tokens_of_attention(attention, monkeypatch):
     else:
         kinds = dict(layer_types=("attention", "gated_delta_net"), attention=attention)
     model = made(dataclasses.replace(CONFIG, dtype="float32", **kinds))
-    whole, cache = np.asarray(logits(model, ROW)), model.init_cache(len(ROW), 8)
+    whole, cache = np.asarray(logits(model, ROW)), jax.jit(lambda: model.init_cache(len(ROW), 8))()
     monkeypatch.setattr(program, "usable", lambda implementation: True)
-    copy = for_decoding(for_inference(model), len(ROW))
+    copy = nnx.jit(lambda model: for_decoding(for_inference(model), len(ROW)))(model)
     changed = [type(block.mixer).__name__ for block in copy.blocks]
     assert changed == (
         ["AttentionRows", "WindowRows"] if attention is None else ["LatentRows", "GatedDeltaNet"]
