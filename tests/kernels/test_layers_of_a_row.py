@@ -15,12 +15,13 @@ from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
 from gdn_jax.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, RecurrentCache
-from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, group_projections, whole
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, whole
 from gdn_jax.models import ExpertsConfig
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
-from gdn_jax.models.inference import program
+from gdn_jax.models.inference import recurrent
+from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
@@ -65,8 +66,7 @@ def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: i
     cache = RecurrentCache(draw(1, layer.conv_dim, 3), draw(1, layer.num_v_heads, 64, 64))
     norm = RMSNorm(hidden, implementation="chunked")
     want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
-    for names in program.GROUPS:
-        group_projections(layer, names, layer.head_v_dim if "g_proj" in names else 1)
+    recurrent.group(layer)
     for module, name in mixed.others:
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
     after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
@@ -111,8 +111,7 @@ def test_layers_that_no_kernel_of_a_token_takes(layer, options, takes):
     """In a copy for one row: those with other projections or another rule than the kernel has."""
     made = layer(8, num_heads=1, head_dim=4, expand_v=1.0, **options, rngs=nnx.Rngs(0))
     assert made.token_gates() is None
-    for names in program.GROUPS:
-        group_projections(made, names, made.head_v_dim if "g_proj" in names else 1)
+    recurrent.group(made)
     assert (made.token_gates() is not None) == takes
 
 
@@ -128,8 +127,6 @@ def test_a_layer_of_latents(small):
     k, v = (draw(1, 8, 1, width, dtype="bfloat16") for width in plain.cache_widths)
     cache = FixedAttentionCache(k, v, put([5], jnp.int32))
     _, (o, after) = from_stream(plain)(norm, x, y, cache=cache)
-    for names in program.GROUPS:
-        group_projections(layer, names)
     layer = LatentRows(layer)
     _, (p, new) = from_stream(layer)(norm, x, y, cache=cache)
     assert (small["stream_product"], small["latent_row"]) == (2, 1)
@@ -144,8 +141,6 @@ def test_tokens_of_latents():
     """Several tokens of a copy for one row are turned by their own positions, with a cache before them."""
     config = LatentAttentionConfig(2, 4, 4, 6, 5, q_rank=None, rope_theta=100.0)
     plain, layer = (LatentAttention(16, config, rngs=nnx.Rngs(0)) for _ in range(2))
-    for names in program.GROUPS:
-        group_projections(layer, names)
     layer = LatentRows(layer)
     rng, norm = np.random.default_rng(0), RMSNorm(16)
     x, y = (rng.standard_normal((2, 3, 16)).astype(np.float32) for _ in range(2))
@@ -196,8 +191,8 @@ def test_a_swiglu_of_one_row(small, monkeypatch):
     plain = SwiGLU(512, 192, implementation="chunked", rngs=nnx.Rngs(0), **options)
     draw = draws(2)
     x, y = draw(1, 1, 512), draw(1, 1, 512, dtype="bfloat16")
-    want, row = from_stream(plain)(norm, x, y), DenseRow.of(layer)
-    assert row is not None and DenseRow.of(plain) is None
+    want, row = from_stream(plain)(norm, x, y), DenseRow.of(layer, Call(1, True))
+    assert isinstance(row, DenseRow) and isinstance(DenseRow.of(nnx.clone(plain), Call(1, True)), SwiGLU)
     got = from_stream(row)(norm, x, y)
     assert small == {"dense_stream": 1}
     close(want[0], got[0], "stream")

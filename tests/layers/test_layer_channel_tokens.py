@@ -11,7 +11,7 @@ from small_layers import drawn
 
 from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
 from gdn_jax.layers.blocks import group_projections
-from gdn_jax.models.inference import program
+from gdn_jax.models.inference import recurrent
 from gdn_jax.parts import channel_token
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import channel_step, conv_update
@@ -48,7 +48,7 @@ def test_token_of_a_layer(name, grouped, monkeypatch):
     expected = call(layer_of(implementation="chunked", **OPTIONS[name]), x, cache)
     layer = layer_of(**OPTIONS[name])
     if grouped:
-        group_projections(layer, program.GROUPS[0], layer.head_v_dim)
+        group_projections(layer, recurrent.INPUTS, layer.head_v_dim)
         layer.join_factors()
     calls = interpret_tokens(monkeypatch, *TOKENS)
     with trusted():

@@ -16,7 +16,7 @@ from small_layers import drawn
 
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, recurrent
 from gdn_jax.layers.blocks import group_projections
-from gdn_jax.models.inference import program
+from gdn_jax.models.inference.recurrent import INPUTS
 from gdn_jax.parts import norms, token_step
 from gdn_jax.parts import token as fused_token
 from gdn_jax.parts.kernels import trusted
@@ -68,7 +68,7 @@ def grouped_layer():
     sizes = dict(num_heads=2, head_dim=32, expand_v=1.0)
     graphdef, params = nnx.split(drawn(lambda rngs: GatedDeltaNet(64, **sizes, rngs=rngs)))
     layer = nnx.merge(graphdef, params)
-    group_projections(layer, program.GROUPS[0], layer.head_v_dim)
+    group_projections(layer, INPUTS, layer.head_v_dim)
     return params, lambda params, *args: nnx.merge(graphdef, params)(*args[:1], cache=args[1]), layer
 
 

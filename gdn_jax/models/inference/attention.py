@@ -1,13 +1,14 @@
 """Softmax attention for single tokens: of one row the norm and the products of all projections are one kernel."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first, parts_of_group
+from gdn_jax.layers.blocks import Projection, RMSNorm, group_projections, normalise_first, parts_of_group
 from gdn_jax.models.attention import Attention, AttentionCache, WindowCache
+from gdn_jax.models.inference.call import Call
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import row_product
 from gdn_jax.parts.ahead import read_ahead
@@ -19,22 +20,33 @@ class AttentionRows(Attention):
     """Attention with one product of all projections of its input.
 
     Args:
-      attention: the layer, of a copy for inference, whose projections are groups and whose parts this one takes over.
+      attention: the layer, of a copy for inference, whose parts this one takes over.
     """
+
+    INPUTS: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "g_proj")
+    """Projections of the layer's input, in the order of their product."""
 
     def __init__(self, attention: Attention):
         vars(self).update(vars(attention))
+        for names in (self.INPUTS, ("o_proj",)):
+            group_projections(self, names)
         for norm in self._cached_norms():
             norm.implementation = "chunked"
+
+    @classmethod
+    def of(cls, attention: Attention, call: Call) -> "AttentionRows":
+        """A layer for calls of single tokens, of however many rows."""
+        del call
+        return cls(attention)
 
     def _cached_norms(self) -> list[RMSNorm]:
         """Norms of what goes to the cache: XLA joins them with the turn by the position and with the writing."""
         return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
 
     def inputs(self) -> list[Projection]:
-        """The projections of the layer's input."""
-        gate = [] if self.g_proj is None else [self.g_proj]
-        return [self.q_proj, self.k_proj, self.v_proj, *gate]
+        """The projections of the layer's input that it has."""
+        found = (getattr(self, name, None) for name in self.INPUTS)
+        return [projection for projection in found if projection is not None]
 
     def from_stream(
         self,

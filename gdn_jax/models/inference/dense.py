@@ -1,13 +1,12 @@
 """The SwiGLU of a block for one row: the sum, the norm and the MLP are one kernel."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm, SwiGLU, normalise_first
+from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm, SwiGLU, group_projections, normalise_first
+from gdn_jax.models.inference.call import Call
 from gdn_jax.parts import dense_stream
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
@@ -29,16 +28,19 @@ class DenseRow(nnx.Module):
         self.implementation = mlp.implementation
 
     @classmethod
-    def of(cls, mlp: Any) -> "DenseRow | None":
-        """The same MLP for one row; None where the kernel does not take it."""
-        if not isinstance(mlp, SwiGLU):
-            return None
+    def of(cls, mlp: SwiGLU, call: Call) -> "SwiGLU | DenseRow":
+        """The SwiGLU for calls of single tokens: this one where a kernel takes it, else itself with products of
+        groups."""
         projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        if any(type(linear) is not nnx.Linear or linear.bias is not None for linear in projections):
-            return None
-        down = mlp.down_proj.kernel[...]
-        row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * down.shape[0]))
-        return cls(mlp) if dense_stream.takes(row, gate_up, down, mlp.implementation) else None
+        plain = all(type(linear) is nnx.Linear and linear.bias is None for linear in projections)
+        if plain and call.rows == 1 and call.from_stream:
+            down = mlp.down_proj.kernel[...]
+            row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * len(down)))
+            if dense_stream.takes(row, gate_up, down, mlp.implementation):
+                return cls(mlp)
+        for names in (("gate_proj", "up_proj"), ("down_proj",)):
+            group_projections(mlp, names)
+        return mlp
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The MLP of any rows, see `SwiGLU`."""

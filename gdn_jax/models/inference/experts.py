@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.layers.blocks import RMSNorm, group_projections, normalise_first
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.inference.call import Call
 from gdn_jax.parts import routing, row_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of, transposed_product
@@ -35,6 +36,11 @@ class ExpertRows(Experts):
         if self.shared_weights(jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)) is None:
             for names in (("gate_proj", "up_proj"), ("down_proj",)):
                 group_projections(self.shared, names)
+
+    @classmethod
+    def of(cls, experts: Experts, call: Call) -> "ExpertRows":
+        """Experts for calls of single tokens."""
+        return cls(experts, call.rows)
 
     def from_stream(
         self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None

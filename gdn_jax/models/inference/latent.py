@@ -1,13 +1,13 @@
 """Multi-head latent attention for single tokens: of one row the products are kernels that read what lies there."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from gdn_jax.layers.blocks import Projection, RMSNorm
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
@@ -27,6 +27,8 @@ class LatentRows(AttentionRows, LatentAttention):
     Args:
       attention: as for `AttentionRows`.
     """
+
+    INPUTS: ClassVar[tuple[str, ...]] = ("q_proj", "q_a_proj", "kv_a_proj", "g_proj")
 
     def __init__(self, attention: LatentAttention):
         super().__init__(attention)
@@ -50,10 +52,6 @@ class LatentRows(AttentionRows, LatentAttention):
 
     def _cached_norms(self) -> list[RMSNorm]:
         return [self.kv_a_norm]
-
-    def inputs(self) -> list[Projection]:
-        """See `AttentionRows.inputs`."""
-        return [self.first_projection(), self.kv_a_proj] + ([] if self.g_proj is None else [self.g_proj])
 
     def of_channels(
         self, channels: Float[Array, "B T F"], places: list[slice], cache: Any

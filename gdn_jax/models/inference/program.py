@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from gdn_jax.layers import RecurrentMixer, single_token
-from gdn_jax.layers.blocks import RMSNorm, group_projections, set_product
-from gdn_jax.layers.channel_decay import ChannelDecayMixer
+from gdn_jax.layers import RecurrentMixer
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, set_product
 from gdn_jax.models.attention import Attention
-from gdn_jax.models.block import Block, ReorderedBlock
+from gdn_jax.models.block import ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
+from gdn_jax.models.inference import recurrent
 from gdn_jax.models.inference.attention import AttentionRows, WindowRows
+from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
@@ -59,18 +60,15 @@ def for_inference(model: LanguageModel) -> LanguageModel:
     return model
 
 
-GROUPS = (
-    (
-        *("q_proj", "k_proj", "v_proj", "a_proj", "f_proj", "f_a_proj", "g_a_proj", "b_proj", "w_proj"),
-        *("q_a_proj", "kv_a_proj", "g_proj"),
-    ),
-    ("o_proj",),
-)
-"""Projections of a mixer that have one input, by their names, in the order in which its kernels take them. First
-factors are neighbours: what multiplies both, `RecurrentMixer.join_factors`, reads them where they lie."""
-
-MLP_GROUPS = (("gate_proj", "up_proj"), ("down_proj",))
-"""The same of a SwiGLU."""
+ROWS: dict[type, Callable[[Any, Call], Any]] = {
+    RecurrentMixer: recurrent.of,
+    Attention: AttentionRows.of,
+    WindowAttention: WindowRows.of,
+    LatentAttention: LatentRows.of,
+    SwiGLU: DenseRow.of,
+    Experts: ExpertRows.of,
+}
+"""A class of a block's parts -> what prepares one for calls of single tokens, in place or as another part."""
 
 
 def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
@@ -88,54 +86,17 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
         return model
     model = nnx.clone(model)
     for block in model.blocks:
-        block.mixer = _mixer_for_decoding(block.mixer, rows)
-        block.mlp = _mlp_for_decoding(block, rows)
+        call = Call(rows, from_stream=not isinstance(block, ReorderedBlock))
+        block.mixer, block.mlp = (_prepared(part, call) for part in (block.mixer, block.mlp))
     if rows == 1:
         _look_ahead(model)
     return model
 
 
-ROWS: dict[type, Callable[[Any], nnx.Module]] = {
-    Attention: AttentionRows,
-    WindowAttention: WindowRows,
-    LatentAttention: LatentRows,
-}
-"""A mixer's type -> the one that takes its place in a copy for single tokens. Others stay, changed in place."""
-
-
-def _mixer_for_decoding(mixer: Any, rows: int) -> Any:
-    """A token mixer with one product for projections of one input, changed in place or another in its place."""
-    if rows == 1 and isinstance(mixer, ChannelDecayMixer):
-        whole = nnx.clone(mixer)
-        whole.multiply_factors()
-        _group(whole)
-        if single_token.takes(whole):
-            return whole
-    _group(mixer)
-    if isinstance(mixer, RecurrentMixer):
-        mixer.join_factors()
-    kind = ROWS.get(type(mixer))
-    return mixer if kind is None else kind(mixer)
-
-
-def _group(mixer: Any) -> None:
-    # Whole heads, so that a kernel can take the last ones as those of the output gate.
-    unit = mixer.head_v_dim if isinstance(mixer, RecurrentMixer) else 1
-    for names in GROUPS:
-        group_projections(mixer, names, unit if "g_proj" in names else 1)
-
-
-def _mlp_for_decoding(block: Block, rows: int) -> Any:
-    """The same of what follows the mixer."""
-    mlp = block.mlp
-    if isinstance(mlp, Experts):
-        return ExpertRows(mlp, rows)
-    if rows == 1 and not isinstance(block, ReorderedBlock):  # which norms nothing before it
-        if (row := DenseRow.of(mlp)) is not None:
-            return row
-    for names in MLP_GROUPS:
-        group_projections(mlp, names)
-    return mlp
+def _prepared(part: Any, call: Call) -> Any:
+    """A part of a block for calls of single tokens; one of an unknown class stays as it is."""
+    prepare = next((ROWS[kind] for kind in type(part).__mro__ if kind in ROWS), None)
+    return part if prepare is None else prepare(part, call)
 
 
 AHEAD = 6
