@@ -22,7 +22,6 @@ from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm, normalise_first
 from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at_start
 from gdn_jax.layers.options import check_sizes
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
-from gdn_jax.layers.single_token import in_one_kernel
 from gdn_jax.parts import mixer, token, token_step
 from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.norms import gated_norm
@@ -118,11 +117,8 @@ class GatedDeltaNet(RecurrentMixer):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | Parts | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, GatedDeltaNetCache | None]]:
-        """See `blocks.from_stream`: a token of one row is one kernel, whose result is in parts. As one operation of
-        whole rows the projections take over the norm's scale."""
-        if (one := in_one_kernel(self, norm, x, y, **options)) is not None:
-            return one
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"] | Addend, GatedDeltaNetCache | None]]:
+        """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""
         is_plain = all(options.get(name) is None for name in ("cache", "mask", "cu_seqlens"))
         found = self._as_one(x) if is_plain else None
         if found is None:

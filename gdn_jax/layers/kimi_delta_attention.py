@@ -15,7 +15,6 @@ from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelMixer
 from gdn_jax.layers.mixer import MixerConfig
 from gdn_jax.layers.recurrent import RecurrentCache
-from gdn_jax.layers.single_token import in_one_kernel
 from gdn_jax.parts import channel_token, row_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.kernels import is_whole
@@ -85,12 +84,9 @@ class KimiDeltaAttention(ChannelDecayMixer):
         mask: Bool[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         return_cache: bool = False,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], RecurrentCache | None]]:
-        """See `blocks.from_stream`: a token of one row is one kernel, whose result is in parts, or the norm, the
-        product of all projections and the convolution are one."""
-        options: Any = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
-        if (found := in_one_kernel(self, norm, x, y, **options)) is not None:
-            return found
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
+        """See `blocks.from_stream`: of a token of one row the norm, the product of all projections and the
+        convolution are one kernel."""
         group = self._joined().product if self.token_gates() is not None else None
         if group is not None and cache is not None and mask is None and segment_ids is None:
             weight, convolution = group.weight[...], Convolution(cache.conv, *self.filters())
@@ -103,6 +99,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
                 behind = RecurrentCache(conv, cache.state)
                 if (found := self._of_channels(channels, channels, channels, behind)) is not None:
                     return after, found
+        options: Any = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
         return normalise_first(self, norm, x, y, **options)
 
     def token_gates(self) -> channel_token.ChannelGates | None:

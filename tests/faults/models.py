@@ -242,8 +242,8 @@ FAULTS = (
     ),
     Fault(
         "one kernel's token has the epsilon of the stream for its output",
-        "delta_layer.Options(norm.eps, mixer.o_norm.eps, mixer.activation)",
-        "delta_layer.Options(norm.eps, norm.eps, mixer.activation)",
+        "delta_layer.Options(norm.eps, self.mixer.o_norm.eps, self.mixer.activation)",
+        "delta_layer.Options(norm.eps, norm.eps, self.mixer.activation)",
         "tests/kernels/test_layers_of_a_row.py::test_a_layer_in_one_kernel[heads]",
     ),
     Fault(

@@ -20,11 +20,11 @@ from gdn_jax.models import ExpertsConfig
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
-from gdn_jax.models.inference import recurrent
 from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
+from gdn_jax.models.inference.recurrent import DeltaRow, group
 from gdn_jax.models.latent import LatentAttention
 from pallas_kernels.decode import channel_step, conv_update, step
 from pallas_kernels.layer import (
@@ -66,7 +66,7 @@ def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: i
     cache = RecurrentCache(draw(1, layer.conv_dim, 3), draw(1, layer.num_v_heads, 64, 64))
     norm = RMSNorm(hidden, implementation="chunked")
     want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
-    recurrent.group(layer)
+    layer = DeltaRow.of(layer, Call(1, from_stream=True))
     for module, name in mixed.others:
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
     after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
@@ -111,7 +111,7 @@ def test_layers_that_no_kernel_of_a_token_takes(layer, options, takes):
     """In a copy for one row: those with other projections or another rule than the kernel has."""
     made = layer(8, num_heads=1, head_dim=4, expand_v=1.0, **options, rngs=nnx.Rngs(0))
     assert made.token_gates() is None
-    recurrent.group(made)
+    group(made)
     assert (made.token_gates() is not None) == takes
 
 

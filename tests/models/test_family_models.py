@@ -30,6 +30,7 @@ from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.models.costs import layer_costs, parameters
 from gdn_jax.models.inference import program
+from gdn_jax.models.inference.recurrent import DeltaRow
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
@@ -115,6 +116,8 @@ def test_factors_are_multiplied_for_the_kernel_of_a_whole_layer(sizes, rows, mul
 
     with trusted():
         mixer = nnx.eval_shape(copied).blocks[0].mixer
+    assert isinstance(mixer, DeltaRow) == multiplied
+    mixer = mixer.mixer if multiplied else mixer
     assert hasattr(mixer, "g_proj") == hasattr(mixer, "f_proj") == multiplied
     assert hasattr(mixer, "g_a_proj") != multiplied
 

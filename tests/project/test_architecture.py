@@ -218,6 +218,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "models.lora": {"parts.products", "models.decoder"},
     "models.inference": {
+        "shapes",
         "parts.products",
         "parts",
         "parallel",

@@ -14,12 +14,12 @@ from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
-from gdn_jax.models.inference import recurrent
 from gdn_jax.models.inference.attention import AttentionRows, WindowRows
 from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
+from gdn_jax.models.inference.recurrent import DeltaRow
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.models.window import WindowAttention
@@ -61,7 +61,7 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 ROWS: dict[type, Callable[[Any, Call], Any]] = {
-    RecurrentMixer: recurrent.of,
+    RecurrentMixer: DeltaRow.of,
     Attention: AttentionRows.of,
     WindowAttention: WindowRows.of,
     LatentAttention: LatentRows.of,
