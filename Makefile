@@ -27,7 +27,7 @@ test-all: $(VENV)/test.done
 	  $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The tests that need a GPU, in PER_CARD processes for each card; then those that need a card's memory or several cards.
-# Five minutes on four H100s. GPU_PYTHON= another Python that has JAX with CUDA.
+# Eight minutes on two H200s with 32 cores, but for the last tests. GPU_PYTHON= another Python that has JAX with CUDA.
 CARDS = $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 PER_CARD ?= 16
 GPU_PYTHON ?= $(BIN)/python
