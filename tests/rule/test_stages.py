@@ -148,7 +148,9 @@ STATES = {
     "normalised": cases.Case("states-norm", T=40, use_qk_l2norm=True, keys="any", chunk_size=16),
     "channels": cases.Case("states-channels", T=40, channel_g="mixed", chunk_size=16),
     "apart": cases.Case(
-        "states-apart", T=40, channel_g="mixed", erase="channel", write="head", use_qk_l2norm=True, keys="any"
+        "states-apart",
+        **dict(T=40, channel_g="mixed", erase="channel", write="head"),
+        **dict(use_qk_l2norm=True, keys="any", chunk_size=16),
     ),
 }
 

@@ -190,8 +190,8 @@ def few_programs(request) -> Iterator[None]:
     """Fails a file that compiles more programs than it may."""
     before = count.programs
     yield
-    if jax.default_backend() != "cpu":
-        return  # other tests run there
+    if jax.default_backend() != "cpu" or request.config.getoption("no_record"):
+        return  # other tests run on a GPU, and with a fault or next to one in a copy of the project
     name, made = request.path.name, count.programs - before
     most = MORE.get(name, MOST_PROGRAMS)
     assert made <= most, (
