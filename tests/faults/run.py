@@ -102,7 +102,7 @@ def pytest(copy: Path, *tests: str) -> tuple[int | None, str]:
     command += ["--changed", "--no-record"]  # a test of a kernel that is not chosen notices no fault in it
     options = dict(cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        done = subprocess.run(command, text=True, timeout=SECONDS, **options)
+        done = subprocess.run(command, text=True, errors="replace", timeout=SECONDS, **options)
     except subprocess.TimeoutExpired:
         return None, f"{' '.join(tests)} did not end in {SECONDS} s"
     lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
