@@ -241,7 +241,7 @@ class Attention(nnx.Module):
         Args:
           q: the queries.
           cache: after the queries' tokens.
-          rows: rows of k and v, where the cache is a pool; its length is that of the queries' rows in any case.
+          rows: rows of k and v, where the cache is a pool; its length belongs to the queries' rows in any case.
         """
         options: Any = dict(rows=rows, implementation=self.implementation)
         return attention_rows(q, cache.k, cache.v, cache.length, **options)

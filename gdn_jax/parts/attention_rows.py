@@ -33,7 +33,7 @@ def attention_rows(
       k, v: the cache of S slots. What the slots after `length` hold does not matter where the kernel runs; elsewhere
         it must be finite.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
-      rows: rows of a pool, which the kernel reads where they lie; None: k and v are those of the queries' rows.
+      rows: rows of a pool, which the kernel reads where they lie; None: k and v have the queries' rows.
       implementation: as for `parts.kernels.usable`.
 
     Returns:

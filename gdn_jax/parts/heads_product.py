@@ -22,7 +22,7 @@ class _Static(NamedTuple):
 def takes(
     o: Float[Array, "H V"], channels: int, weight: Float[Array, "F D"], implementation: str | None
 ) -> bool:
-    """Whether `heads_product` takes heads, so many channels that end in their gates, and a matrix."""
+    """Whether `heads_product` takes heads, a number of channels that end in their gates, and a matrix."""
     if not usable(implementation) or not is_whole(o, weight):
         return False
     from pallas_kernels.layer import row_product as kernels

@@ -58,7 +58,7 @@ def usable(
     """Whether kernels run on this device, for a caller that lets them and whose arguments they take.
 
     Args:
-      implementation: that of the delta rule; "chunked" and "recurrent" never use a kernel.
+      implementation: the delta rule's; "chunked" and "recurrent" never use a kernel.
       kernel: module of the kernel that is meant, see `device_reason`.
       part: what runs in plain JAX beside the rule's kernels, which are there for every shape, where "mosaic_gpu" is
         named and the part has none: a warning says so. None: there is no warning.

@@ -108,7 +108,7 @@ def _values(queries: Sequence[Any], cache: Sequence[Any]) -> int:
 
 
 def _whole(heads: int) -> int:
-    """The N of a product that has so many heads."""
+    """The N of a product with these heads: a multiple of eight."""
     return pl.cdiv(heads, 8) * 8
 
 
@@ -118,7 +118,7 @@ class Pieces(NamedTuple):
     places: tuple[tuple[int, int], ...]
     """Array and first column of each piece."""
     keys: int
-    """The first so many are keys."""
+    """Pieces that are keys, the first ones."""
     values: tuple[int, ...]
 
     @classmethod
@@ -304,7 +304,7 @@ def attention_rows(
 
     Args:
       queries: of G heads of each key head, for every array of keys.
-      cache: the arrays of keys, then that of values; none of those where the first keys are values too.
+      cache: the arrays of keys, then the values; no values where the first keys are these too.
       length: tokens of each row, at least 1; more than there are slots count as all slots.
       rows: rows of the cache, of which there may be others; None: the first one for the first queries, and so on.
       scale: factor of the scores.

@@ -130,7 +130,7 @@ def _body(gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, e
     row = Row(gmem, smem, eps, wg, meet)
     branches = Branches(gmem, smem, sizes, config.warpgroups, wg, own)
     down = Down(gmem, smem, sizes, config.warpgroups, wg, own)
-    loaded = row.load()  # what it reads would come behind copies
+    loaded = row.load()  # else what it reads would come after the copies
     branches.begin()
     row.make(loaded)
     branches.add(down.begin)

@@ -84,6 +84,8 @@ def test_rows_meet_their_caches(kind, lengths, S, config, monkeypatch):
     # `attend` needs numbers in all slots.
     wide = [np.asarray(x, np.float32) for x in arrays]
     expected = gradients("chunked", *(np.where(np.isnan(x), 0, x) for x in wide))
+    # Weights, their cotangents, those of scores and the result are rounded; latents are keys and values, twice the
+    # last two. The expected ones are float32.
     for x, y in zip(dx, expected, strict=True):
         close(np.asarray(y, np.float64), x, "gradient", 6, dtype="bfloat16")
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from fused_harness import close
 from small_models import made
 
 from gdn_jax.models import AttentionConfig, ModelConfig
@@ -181,7 +182,8 @@ def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
         assert interpreted == {"attention_rows": 1}
         decode(True)
     assert interpreted == {"attention_rows": 1}
-    np.testing.assert_allclose(want, got, atol=0.02)
+    # Both programs round the weights of values, what heads see, and the output.
+    close(want, got, "y", 6, dtype="bfloat16")
     for a, b in zip(pools, after, strict=True):
         np.testing.assert_array_equal(a, b)
 

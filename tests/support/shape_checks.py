@@ -30,7 +30,7 @@ def _made(fn, typechecker):
     """The function with its checks."""
     try:
         hints = typing.get_type_hints(fn, include_extras=True)
-    except Exception:  # a name that exists for type checkers alone
+    except NameError:  # a name that exists for type checkers alone
         return _jaxtyped(fn, typechecker=typechecker)
     if not all(map(_is_plain, hints.values())):
         return _jaxtyped(fn, typechecker=typechecker)

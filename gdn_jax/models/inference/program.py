@@ -32,10 +32,10 @@ def for_inference(model: LanguageModel) -> LanguageModel:
     """A copy whose products find their weights in the compute dtype, as they would round them at every call.
 
     Norms find their factors in float32, in which they read them: a compiler would widen 16-bit weights, and add 1 to
-    zero-centred ones, for every token. Its logits are those of the model, bit for bit, unless that multiplies in 8
-    bits: the copy never does. Low-rank changes are merged. Where a tied output projection would be rounded, the copy
-    has one of its own; the embedding stays as it is, since the residual stream begins with it. What needs no
-    conversion is shared with the model. The copy is neither for training nor for saving.
+    zero-centred ones, for every token. The copy gives the model's logits, bit for bit, unless the model multiplies
+    in 8 bits: the copy never does. Low-rank changes are merged. Where a tied output projection would be rounded,
+    the copy has one of its own; the embedding stays as it is, since the residual stream begins with it. What needs
+    no conversion is shared with the model. The copy is neither for training nor for saving.
 
     Args:
       model: the model; may be traced.

@@ -93,7 +93,7 @@ class KernelSet(Protocol):
 
 
 class OfModules:
-    """Methods of sets of kernels whose refusals are those of the module of their forward."""
+    """Methods of sets of kernels that refuse what the module of their forward refuses."""
 
     called = "these kernels"
     """Their name in a refusal."""
