@@ -23,7 +23,6 @@ from gdn_jax.parts.kernels import FEW_ROWS, usable
 from gdn_jax.parts.norms import add_norm
 from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
 from gdn_jax.parts.swiglu import gated
-from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -76,7 +75,7 @@ def normalise_first(
     part: Callable[..., Any],
     norm: "RMSNorm",
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Addend | Parts | None,
+    y: Float[Array, "*P D"] | Addend | None,
     **options: Any,
 ) -> tuple[Float[Array, "*S D"], Any]:
     """`from_stream` for any part."""
@@ -84,10 +83,9 @@ def normalise_first(
     return x, part(normalized, **options)
 
 
-def whole(y: Float[Array, "*P D"] | Addend | Parts, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
-    """Returns what is added to a stream x: y itself, the array of an `Addend`, or the sum of its parts [P, .., D]
-    or `Parts`."""
-    added = y.sum() if isinstance(y, Parts) else array_of(y)
+def whole(y: Float[Array, "*P D"] | Addend, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+    """Returns what is added to a stream x: y itself, the array of an `Addend`, or the sum of its parts [P, .., D]."""
+    added = array_of(y)
     return added if added.shape == x.shape else jnp.sum(added.reshape(-1, *x.shape), axis=0)
 
 
@@ -158,7 +156,7 @@ class RMSNorm(nnx.Module):
         return self.add(x, None)[1]
 
     def add(
-        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
+        self, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """x + y in x's dtype, x itself where y is None, and the sum normalised."""
         return self._add(x, y, self.scale(accumulation_dtype(x)))
@@ -166,7 +164,7 @@ class RMSNorm(nnx.Module):
     def add_folded(
         self,
         x: Float[Array, "*S D"],
-        y: Float[Array, "*P D"] | Addend | Parts | None,
+        y: Float[Array, "*P D"] | Addend | None,
         *projections: Float[Array, "D F"],
         product: Any = PLAIN,
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Prepared, list[Float[Array, "D F"]]]:
@@ -229,7 +227,7 @@ class SwiGLU(nnx.Module):
         return array_of(self._product(x, *self._branches()))
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Addend]:
         """See `from_stream`: for more than a few rows the projections take over the norm's scale."""
         if not (is_one_product(x, (self.gate_proj, self.up_proj)) and usable(self.implementation)):

@@ -27,7 +27,6 @@ from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.products import Addend
 from gdn_jax.parts.short_conv import KeyHeads, split_normalized
-from gdn_jax.parts.unsummed import Parts
 from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
 
@@ -115,7 +114,7 @@ class GatedDeltaNet(RecurrentMixer):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
+        y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"] | Addend, GatedDeltaNetCache | None]]:
         """See `blocks.from_stream`: as one operation the projections take over the norm's scale."""

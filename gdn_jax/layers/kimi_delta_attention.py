@@ -19,7 +19,6 @@ from gdn_jax.parts import channel_token, row_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.products import Addend, array_of
-from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Convolution
 from gdn_jax.styles import ROSE, WINE, Style
 
@@ -78,7 +77,7 @@ class KimiDeltaAttention(ChannelDecayMixer):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         cache: RecurrentCache | None = None,
         mask: Bool[Array, "B T"] | None = None,

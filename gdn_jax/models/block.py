@@ -14,7 +14,6 @@ from gdn_jax.models.experts import Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts.products import PRODUCTS, Addend
-from gdn_jax.parts.unsummed import Parts
 
 
 def arithmetic(config: ModelConfig) -> dict[str, Any]:
@@ -100,11 +99,11 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         mix: Callable[..., tuple[Array, Any]] | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend | Parts, Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend, Any]:
         """Applies the block.
 
         Args:
@@ -130,11 +129,11 @@ class ReorderedBlock(Block):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         mix: Callable[..., tuple[Array, Any]] | None = None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend | Parts, Any]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "Q T D"] | Addend, Any]:
         """Applies the block, see `Block`."""
         dtype = self.mixer_norm.dtype
         x = x if y is None else x + whole(y, x).astype(x.dtype)

@@ -8,12 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers.blocks import Initializer, NoDecayParam, SwiGLU
 from gdn_jax.models.config import ExpertsConfig
-from gdn_jax.parts import experts as fused_experts
-from gdn_jax.parts.experts import FEW, SharedExpert, mixture, row_mixture
+from gdn_jax.parts.experts import FEW, mixture
 from gdn_jax.parts.kernels import usable
-from gdn_jax.parts.products import PLAIN
 from gdn_jax.parts.routing import choose, largest
-from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Choice
 
 
@@ -85,25 +82,23 @@ class Experts(nnx.Module):
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, x.shape[-1]).astype(dtype)
         y = self.mix(rows, *self.route(rows))
-        return (y.sum() if isinstance(y, Parts) else y).astype(dtype).reshape(x.shape)
+        return y.astype(dtype).reshape(x.shape)
 
     def mix(
         self, rows: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"]
-    ) -> Float[Array, "N D"] | Parts:
-        """The sum of each token's experts and the shared one, of one row in parts where a kernel makes both.
+    ) -> Float[Array, "N D"]:
+        """The sum of each token's experts and the shared one.
 
         Args:
           rows: tokens, in the compute dtype.
           weights, chosen: of `route`.
         """
-        shared, experts = self.shared_weights(rows), (self.gate_up[...], self.down[...])
-        if shared is not None:
-            return row_mixture(rows, weights, chosen, *experts, shared, self._gate(rows))
+        experts = self.gate_up[...], self.down[...]
         y = mixture(rows, weights, chosen, *experts, implementation=self.implementation)
-        own, gate = self.shared(rows).astype(y.dtype), self._gate(rows)
+        own, gate = self.shared(rows).astype(y.dtype), self.gate(rows)
         return y + (own if gate is None else gate[:, None] * own)
 
-    def _gate(self, rows: Float[Array, "N D"]) -> Float[Array, " N"] | None:
+    def gate(self, rows: Float[Array, "N D"]) -> Float[Array, " N"] | None:
         """The factor of the shared expert's result; None for 1."""
         if self.shared_gate is None:
             return None
@@ -138,15 +133,6 @@ class Experts(nnx.Module):
     def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
         """Products of rows and the router, in float32."""
         return _dot(rows, self.router[...].astype(rows.dtype), precision)
-
-    def shared_weights(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
-        """The shared expert as the kernels of a row take it; None where they do not."""
-        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
-        if not all(type(linear) is nnx.Linear and linear.dot_general is PLAIN for linear in linears):
-            return None
-        shared = SharedExpert(*(linear.kernel[...].astype(rows.dtype) for linear in linears))
-        gate_up = self.gate_up[...]
-        return shared if fused_experts.takes(rows, gate_up, shared, self.implementation) else None
 
 
 def _dot(x, weight, precision=None):

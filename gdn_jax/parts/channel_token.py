@@ -9,12 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.gates import channel_log_decay, l2norm, write_strength
-from gdn_jax.parts.conv import causal_conv1d_update
-from gdn_jax.parts.kernels import fused_op, usable
-from gdn_jax.parts.short_conv import split_normalized
-from gdn_jax.rule.definition import channel_step
-from gdn_jax.shapes import split_heads
+from gdn_jax.parts.kernels import token_op, usable
 
 
 class ChannelToken(NamedTuple):
@@ -62,14 +57,6 @@ class ChannelGates(NamedTuple):
 
         return ChannelDecay(self.lower_bound)
 
-    def plain(self, row: Array, layer: Any) -> tuple[Array, Array]:
-        """See `delta_layer.Gates.plain`."""
-        (_, HV, K, V), dtype = layer.state.shape, layer.inputs.dtype
-        none = jnp.zeros((1, 2 * self.H * K + HV * V, 0), dtype)
-        token = ChannelToken(row, row, row, None, None, layer.A_log, layer.dt_bias, none, layer.state)
-        o, _, state = plain_token(self, token)
-        return o, state
-
 
 def takes(token: ChannelToken, gates: ChannelGates, implementation: str | None) -> bool:
     """Whether the kernels take a call of `mix_channel_token`, from the shapes of its arrays.
@@ -100,8 +87,7 @@ def mix_channel_token(
         g = channel_log_decay(f, A_log, dt_bias, lower_bound)
         S <- Diag(exp(g)) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
 
-    A loop that carries the states has them changed where they lie; elsewhere XLA copies them. The result can be
-    differentiated once, in reverse.
+    A loop that carries the states has them changed where they lie; elsewhere XLA copies them.
 
     Args:
       token: arrays for which `takes` is true.
@@ -142,31 +128,4 @@ def _run(gates: ChannelGates, token: ChannelToken):
     return o[:, 0], conv_state, state
 
 
-def plain_token(gates: ChannelGates, token: ChannelToken):
-    """`mix_channel_token` in plain JAX, for derivatives."""
-    D = token.conv_state.shape[1]
-    qkv, conv_state = token.channels[:, :D], token.conv_state
-    if token.weight is not None:
-        qkv, conv_state = causal_conv1d_update(qkv, conv_state, token.weight, token.bias)
-    (B, HV, K, V), H = token.state.shape, gates.H
-    q, k, v = split_normalized(qkv, H, K, normalize=False)
-    q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
-    f, b = token.f[:, gates.f : gates.f + HV * K].reshape(B, HV, K), token.b[:, gates.b : gates.b + HV]
-    g = channel_log_decay(f, token.A_log, token.dt_bias, gates.lower_bound)
-    beta = write_strength(b, allow_neg_eigval=gates.allow_neg_eigval)[..., None]
-    arrays = q, k, v.reshape(B, HV, V).astype(jnp.float32), g, beta, beta
-    S, *arrays = (split_heads(x, 1, (H, HV)) for x in (token.state.astype(jnp.float32), *arrays))
-    S, o = channel_step(S, *arrays, scale=K**-0.5)
-    o = o.reshape(B, HV, V).astype(token.channels.dtype)
-    return o, conv_state, S.reshape(token.state.shape).astype(token.state.dtype)
-
-
-def _forward(gates: ChannelGates, token: ChannelToken):
-    return _by_kernels(gates, token), token
-
-
-def _backward(gates: ChannelGates, token: ChannelToken, cotangents):
-    return jax.vjp(lambda token: plain_token(gates, token), token)[1](cotangents)
-
-
-_mix = fused_op(_forward, _backward)
+_mix = token_op(_by_kernels)

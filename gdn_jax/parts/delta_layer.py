@@ -1,17 +1,12 @@
 """A layer of the delta rule, with a decay of each head or channel, for one token of one row, in one kernel."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.heads_product import plain_heads
-from gdn_jax.parts.kernels import fused_op, is_whole, usable
-from gdn_jax.parts.row_product import Stream, plain_stream
-from gdn_jax.parts.unsummed import Parts, addends
+from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.shapes import Convolution
 
 
@@ -31,11 +26,6 @@ class Gates(Protocol):
 
     def kernel_decay(self) -> Any:
         """The decay as the kernel takes it, see `pallas_kernels.token.decays`."""
-        ...
-
-    def plain(self, row: Array, layer: Any) -> tuple[Array, Array]:
-        """The rule in plain JAX: o [1, HV, V] and the states after a token, whose channels [1, C] have passed through
-        the convolution of a `Layer` as far as they do."""
         ...
 
 
@@ -91,7 +81,7 @@ def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: s
 
 def delta_layer(
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Parts | None,
+    y: Float[Array, "*P D"] | None,
     layer: Layer,
     gates: Gates,
     options: Options,
@@ -99,8 +89,7 @@ def delta_layer(
 ) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"], Float[Array, "1 C W1"], Float[Array, "1 HV K V"]]:
     """The stream s = x + y, and the layer's output for its norm, a token after others.
 
-    A loop that carries the states has them changed where they lie; elsewhere XLA copies them. The results can be
-    differentiated once, in reverse.
+    A loop that carries the states has them changed where they lie; elsewhere XLA copies them.
 
     Args:
       x: residual stream, for which `takes` is true.
@@ -113,7 +102,7 @@ def delta_layer(
       convolution and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and
       each part is.
     """
-    return _layer((gates, options), x, addends(y), layer, tuple(ahead))
+    return _layer((gates, options), x, y, layer, tuple(ahead))
 
 
 def _by_kernel(static, x, y, layer: Layer, ahead):
@@ -140,20 +129,4 @@ def _by_kernel(static, x, y, layer: Layer, ahead):
     return s.reshape(x.shape), out[:, None], *states
 
 
-def _plain(static, x, y, layer: Layer):
-    gates, options = static
-    (_, HV, _, V), dtype = layer.state.shape, layer.inputs.dtype
-    stream = Stream(options.eps, dtype, None, 0)
-    s, _, channels, conv = plain_stream(stream, x, y, layer.norm, layer.inputs, layer.convolution)
-    row = channels.reshape(1, -1)
-    o, state = gates.plain(row, layer)
-    of_heads = zip(jnp.split(row[0, -HV * V :], HV), jnp.split(layer.output, HV, axis=1), strict=True)
-    plain = partial(plain_heads, options.output_eps, options.activation)
-    parts = [plain(o[:, h], z, layer.output_norm, w) for h, (z, w) in enumerate(of_heads)]
-    return s, jnp.stack(parts), conv, state
-
-
-_layer = fused_op(
-    lambda static, *args: (_by_kernel(static, *args), args[:-1]),
-    lambda static, saved, cotangents: (*jax.vjp(partial(_plain, static), *saved)[1](cotangents), None),
-)
+_layer = token_op(_by_kernel)

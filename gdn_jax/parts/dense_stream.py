@@ -1,15 +1,12 @@
 """The second half of a layer with a SwiGLU for one row, from the residual stream on, in one kernel."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.kernels import fused_op, is_whole, usable
-from gdn_jax.parts.unsummed import Parts, addends
+from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 Weight = Array | jax.ShapeDtypeStruct
 
@@ -29,7 +26,7 @@ def takes(x: Weight, gate_up: Weight, down: Weight, implementation: str | None) 
 
 def dense_stream(
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Parts | None,
+    y: Float[Array, "*P D"] | None,
     norm: Float[Array, " D"],
     gate_up: Float[Array, "F2 D"],
     down: Float[Array, "F D"],
@@ -40,8 +37,6 @@ def dense_stream(
     """The stream s = x + y, and the SwiGLU of its norm v = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
         z = (silu(v A^T) * (v B^T)) W,   [A; B] = gate_up,   W = down
-
-    The result can be differentiated once, in reverse.
 
     Args:
       x: residual stream, for which, with the weights, `takes` is true.
@@ -55,7 +50,7 @@ def dense_stream(
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.
     """
-    return _dense(eps, x, addends(y), norm, gate_up, down, tuple(ahead))
+    return _dense(eps, x, y, norm, gate_up, down, tuple(ahead))
 
 
 def _by_kernel(eps: float, x: Any, y: Any, *arrays: Any) -> tuple[Array, Array]:
@@ -67,18 +62,4 @@ def _by_kernel(eps: float, x: Any, y: Any, *arrays: Any) -> tuple[Array, Array]:
     return s.reshape(x.shape), z.reshape(x.shape)
 
 
-def _plain(eps: float, x: Any, y: Any, norm: Any, gate_up: Any, down: Any) -> tuple[Array, Array]:
-    """The operation in plain JAX, for its derivative."""
-    s, wide = x.astype(jnp.float32), (w.astype(jnp.float32) for w in (gate_up, down))
-    if y is not None:
-        s = s + jnp.sum(y.astype(jnp.float32).reshape(-1, *x.shape), axis=0)
-    v, (branches, last) = s * jax.lax.rsqrt(jnp.mean(s * s) + eps) * norm, wide
-    a, b = jnp.split(jnp.einsum("...d,fd->...f", v, branches, precision="highest"), 2, axis=-1)
-    z = jnp.einsum("...f,fd->...d", jax.nn.silu(a) * b, last, precision="highest")
-    return (x if y is None else s.astype(x.dtype)), z
-
-
-_dense = fused_op(
-    lambda eps, *arrays: (_by_kernel(eps, *arrays), arrays[:-1]),
-    lambda eps, saved, cotangents: (*jax.vjp(partial(_plain, eps), *saved)[1](cotangents), None),
-)
+_dense = token_op(_by_kernel)

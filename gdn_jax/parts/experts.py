@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.partitioning import expected_shards, lie_on_explicit_axes
-from gdn_jax.parts.kernels import fused_op, is_whole, run, usable
-from gdn_jax.parts.unsummed import Parts
+from gdn_jax.parts.kernels import fused_op, is_whole, run, token_op, usable
 
 FEW = 128
 """Rows up to which to read the weights of an expert takes longer than to multiply by them."""
@@ -300,41 +299,22 @@ def row_mixture(
     down: Float[Array, "E F D"],
     shared: SharedExpert,
     weight: Float[Array, "1"] | None = None,
-) -> Parts:
+) -> Float[Array, "P 1 D"]:
     """`mixture` of one row and a shared expert, times its weight if it has one, by two kernels, in parts.
 
-    Args: those of `mixture`, for which `takes` is true. The result can be differentiated once, in reverse.
+    Args: those of `mixture`, for which `takes` is true.
 
     Returns:
       The parts, float32. Numerics: nothing in between is rounded.
     """
     gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
-    return Parts(_row_mixture(None, row, weights, chosen, gate_up, down, tuple(shared), weight))
+    return _row_mixture(None, row, weights, chosen, gate_up, down, tuple(shared), weight)[:, None]
 
 
-def _row_forward(_, *args):
+def _row_by_kernel(_, *args):
     from pallas_kernels.layer.expert_row import expert_row
 
-    return expert_row(*args), args
+    return expert_row(*args)
 
 
-def plain_row_mixture(row, weights, chosen, gate_up, down, shared, weight):
-    """`row_mixture` without kernels, in one part."""
-    gate, up, shared_down = shared
-    own = (jax.nn.silu(row @ gate) * (row @ up)) @ shared_down
-    y = plain_mixture(row, weights, chosen, gate_up, down)
-    return y + (own.astype(y.dtype) if weight is None else weight[:, None] * own)
-
-
-def _row_backward(_, saved, dy):
-    row, weights, chosen, *others = saved
-
-    def plain(row, weights, *others):
-        return plain_row_mixture(row, weights, chosen, *others)
-
-    dy = dy[:1]  # of every part the same: nobody reads one of `Parts`
-    drow, dweights, *gradients = jax.vjp(plain, row, weights, *others)[1](dy)
-    return drow, dweights, None, *gradients
-
-
-_row_mixture = fused_op(_row_forward, _row_backward)
+_row_mixture = token_op(_row_by_kernel)

@@ -1,14 +1,12 @@
 """The gated norm of a token's heads, with a product of one row in the same kernel."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.kernels import fused_op, is_whole, usable
+from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 
 class _Static(NamedTuple):
@@ -44,8 +42,6 @@ def heads_product(
 
         v = o (mean(o^2) + eps)^(-1/2) norm f(z),   z the last H V channels
 
-    The result can be differentiated once, in reverse.
-
     Args:
       o: heads, for which `takes` is true.
       channels: of which the last are the gates.
@@ -68,21 +64,4 @@ def _by_kernel(static: _Static, o, channels, norm, weight, ahead):
     return heads_product(o, z, norm, weight, ahead=ahead, **static._asdict())
 
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-
-
-def plain_heads(eps: float, activation: str, o, channels, norm, weight):
-    """`heads_product` in plain JAX, for derivatives."""
-    wide, z = o.astype(jnp.float32), channels[-o.size :].reshape(o.shape).astype(jnp.float32)
-    v = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * norm
-    v = (v * _ACTIVATIONS[activation](z)).reshape(1, -1)
-    return jnp.einsum("nd,fd->nf", v, weight.astype(jnp.float32), precision="highest").astype(weight.dtype)
-
-
-_op = fused_op(
-    lambda static, *args: (_by_kernel(static, *args), args[:-1]),
-    lambda static, saved, cotangents: (
-        *jax.vjp(partial(plain_heads, static.eps, static.activation), *saved)[1](cotangents),
-        None,
-    ),
-)
+_op = token_op(_by_kernel)

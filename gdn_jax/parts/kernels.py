@@ -136,6 +136,25 @@ def fused_op(
     return op
 
 
+def token_op(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes op(static, *arguments), an operation of single tokens by a kernel, without a derivative.
+
+    Args:
+      kernel: from (static, *arguments) to the results; `static` is hashable.
+
+    Returns:
+      The operation. To differentiate it raises NotImplementedError.
+    """
+    return fused_op(_refuse, _refuse, alone=kernel)
+
+
+def _refuse(static, *_):
+    del static
+    raise NotImplementedError(
+        "kernels of single tokens have no derivative: differentiate model(...) itself, not its copy for single tokens"
+    )
+
+
 def token_axes(x: jax.Array | jax.ShapeDtypeStruct, unit: int) -> tuple[str, dict[str, int]]:
     """Names of the dimensions of [B, T, ..], and into how many parts rows "b" and tokens "t" can be split.
 

@@ -1,14 +1,12 @@
 """Latent attention of a token of one row, by two kernels between the projections of its input and of its output."""
 
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.parts.kernels import fused_op, is_whole, usable
+from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 
 class Latents(NamedTuple):
@@ -63,7 +61,7 @@ def latent_token(
         c = kv (mean(kv^2) + eps)^(-1/2) norm,   k_r and each q_r turned by the token's position
         o_h = sum_j softmax_j((q_h . c_j + q_r,h . k_r,j) scale) c_j;   y_h = sigmoid(gate_h) values_h o_h
 
-    A loop that carries the cache has it changed where it lies. The result can be differentiated once, in reverse.
+    A loop that carries the cache has it changed where it lies.
 
     Args:
       token: arrays for which `takes` is true.
@@ -90,41 +88,4 @@ def _by_kernels(latents: Latents, *arrays):
     return latent_row(*token[:3], angles, *token[3:], **static)
 
 
-def _plain(latents: Latents, length, channels, q, norm, values, k, v):
-    """The operation in plain JAX, for its derivative."""
-    (H, _, C), R, wide = values.shape, k.shape[-1], jnp.float32
-    angles = length.astype(wide) * frequencies(latents, R)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-
-    def turned(x):
-        a, b = x[..., 0::2], x[..., 1::2]
-        return jnp.concatenate([cos * a - sin * b, cos * b + sin * a], axis=-1)
-
-    kv, k_r = (
-        channels[0, first : first + n].astype(wide) for first, n in ((latents.kv, C), (latents.kv + C, R))
-    )
-    c = kv * jax.lax.rsqrt(jnp.mean(kv * kv) + latents.eps) * norm
-    at = (0, length[0], 0, 0)
-    k, v = (
-        jax.lax.dynamic_update_slice(old, new.astype(old.dtype).reshape(1, 1, 1, -1), at)
-        for old, new in ((k, turned(k_r)), (v, c))
-    )
-    seen = jnp.arange(k.shape[1]) <= length[0]  # other slots may hold NaN, of a request before this one
-    q_c, q_r = (x.astype(wide).reshape(H, -1) for x in jnp.split(q[0], [H * C]))
-    keys, turned_keys = (jnp.where(seen[:, None], x[0, :, 0].astype(wide), 0) for x in (v, k))
-    einsum = partial(jnp.einsum, precision="highest")
-    scores = einsum("hc,sc->hs", q_c, keys) + einsum("hr,sr->hs", turned(q_r), turned_keys)
-    p = jax.nn.softmax(jnp.where(seen, scores * latents.scale, -jnp.inf), axis=-1)
-    y = einsum("hvc,hc->hv", values.astype(wide), einsum("hs,sc->hc", p, keys))
-    if latents.gate is not None:
-        y = y * jax.nn.sigmoid(channels[0, latents.gate : latents.gate + H].astype(wide))[:, None]
-    y = jnp.where(length[0] < k.shape[1], y, jnp.nan)
-    return y.reshape(1, -1).astype(q.dtype), k, v
-
-
-def _backward(latents: Latents, saved, cotangents):
-    *arrays, length = saved
-    return *jax.vjp(partial(_plain, latents, length), *arrays)[1](cotangents[:3]), None
-
-
-_latent = fused_op(lambda latents, *arrays: (_by_kernels(latents, *arrays), arrays), _backward)
+_latent = token_op(_by_kernels)

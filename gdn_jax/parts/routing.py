@@ -1,16 +1,14 @@
 """Which experts a token gets, and with which weights: the largest of sigmoids, in groups."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.parts.experts import FEW, SharedExpert, plain_row_mixture
-from gdn_jax.parts.kernels import fused_op, is_whole, run, usable
-from gdn_jax.parts.unsummed import Parts, addends
+from gdn_jax.parts.experts import FEW, SharedExpert
+from gdn_jax.parts.kernels import fused_op, is_whole, run, token_op, usable
 from gdn_jax.shapes import Choice
 
 
@@ -143,7 +141,7 @@ def takes(
 
 def routed_stream(
     x: Float[Array, "*S D"],
-    y: Float[Array, "*P D"] | Parts | None,
+    y: Float[Array, "*P D"] | None,
     norm: Float[Array, " D"],
     router: Float[Array, "E D"],
     bias: Float[Array, " E"],
@@ -154,11 +152,10 @@ def routed_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
-) -> tuple[Float[Array, "*S D"], Parts]:
+) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"]]:
     """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
     `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added.
-    The result can be differentiated once, in reverse.
 
     Args:
       x: residual stream, for which, with the experts, `takes` is true.
@@ -175,9 +172,8 @@ def routed_stream(
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.
     """
-    arrays = x, addends(y), norm, router, bias, gate_up, down, tuple(shared), tuple(ahead)
-    s, z = _routed(_Static(choice, eps), *arrays)
-    return s, Parts(z)
+    arrays = x, y, norm, router, bias, gate_up, down, tuple(shared), tuple(ahead)
+    return _routed(_Static(choice, eps), *arrays)
 
 
 def _routed_by_kernel(static: _Static, x, y, *arrays):
@@ -186,25 +182,7 @@ def _routed_by_kernel(static: _Static, x, y, *arrays):
     *arrays, ahead = arrays
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     s, z = routed_stream(x.reshape(1, -1), parts, *arrays, ahead=ahead, **static._asdict())
-    return s.reshape(x.shape), z
+    return s.reshape(x.shape), z[:, None]
 
 
-def _plain_routed(static: _Static, x, y, norm, router, bias, gate_up, down, shared):
-    s = x.astype(jnp.float32)
-    if y is not None:
-        s = s + jnp.sum(y.astype(jnp.float32).reshape(-1, *x.shape), axis=0)
-    n = s.reshape(1, -1)
-    n = n * jax.lax.rsqrt(jnp.mean(n * n) + static.eps) * norm
-    scores = jnp.dot(n, router.T, precision="highest")
-    weights, chosen = plain_choose(static.choice, scores, bias, True)
-    z = plain_row_mixture(n.astype(gate_up.dtype), weights, chosen, gate_up, down, shared, None)
-    return (x if y is None else s.astype(x.dtype)), z
-
-
-def _routed_backward(static: _Static, saved, cotangents):
-    ds, dz = cotangents
-    ds_dz = ds, dz[:1]  # of every part the same: nobody reads one of `Parts`
-    return *jax.vjp(partial(_plain_routed, static), *saved)[1](ds_dz), None
-
-
-_routed = fused_op(lambda static, *args: (_routed_by_kernel(static, *args), args[:-1]), _routed_backward)
+_routed = token_op(_routed_by_kernel)

@@ -4,17 +4,13 @@
 they lie. On a mesh, and without a convolution, `parts.token_step` is the rule alone.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.parts.conv import causal_conv1d_update
-from gdn_jax.parts.kernels import fused_op, usable
-from gdn_jax.parts.short_conv import split_normalized
-from gdn_jax.parts.token_step import plain_step
+from gdn_jax.parts.kernels import token_op, usable
 
 
 class Heads(NamedTuple):
@@ -44,11 +40,6 @@ class HeadGates(NamedTuple):
         from pallas_kernels.token.decays import HeadDecay
 
         return HeadDecay()
-
-    def plain(self, row: Array, layer: Any) -> tuple[Array, Array]:
-        """See `delta_layer.Gates.plain`."""
-        qkv = row[:, : layer.convolution.filters.shape[0]]
-        return _plain_of_channels(self, qkv, row, layer.A_log, layer.dt_bias, layer.state)
 
 
 class Token(NamedTuple):
@@ -90,7 +81,7 @@ def mix_token(
         [q | k | v] = silu(conv(channels))
 
     and `token_step` of that. A loop that carries the states has them changed where they lie; elsewhere XLA copies
-    them. The result can be differentiated once, in reverse.
+    them.
 
     Args:
       token: arrays for which `is_whole` and `takes` are true.
@@ -121,30 +112,4 @@ def _mix_by_kernels(static, token: Token):
     return o[:, 0], conv_state, state
 
 
-def _mix_token_plain(static, token: Token):
-    """The operation in plain JAX, for its derivative."""
-    D = token.weight.shape[0]
-    qkv, conv_state = causal_conv1d_update(token.channels[:, :D], token.conv_state, token.weight, token.bias)
-    parameters = token.A_log, token.dt_bias, token.state
-    o, state = _plain_of_channels(static, qkv, token.gates, *parameters)
-    return o, conv_state, state
-
-
-def _plain_of_channels(static, qkv, gates, A_log, dt_bias, state):
-    """`plain_step` of channels that have passed through the convolution, and those in which a and b lie."""
-    heads, allow_neg_eigval = static
-    (B, HV, K, V), H = state.shape, heads.H
-    q, k, v = split_normalized(qkv, H, K, normalize=False)
-    a, b = (gates[:, first : first + HV] for first in (heads.a, heads.b))
-    return plain_step(allow_neg_eigval, q, k, v.reshape(B, HV, V), a, b, A_log, dt_bias, state)
-
-
-def _mix_forward(static, token: Token):
-    return _mix_by_kernels(static, token), token
-
-
-def _mix_backward(static, token: Token, cotangents):
-    return jax.vjp(partial(_mix_token_plain, static), token)[1](cotangents)
-
-
-_mix_token = fused_op(_mix_forward, _mix_backward)
+_mix_token = token_op(_mix_by_kernels)

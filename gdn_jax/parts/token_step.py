@@ -3,15 +3,11 @@
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.partitioning import on_explicit_shards
-from gdn_jax.parts.kernels import fused_op, run, usable
-from gdn_jax.rule.definition import recurrent_step
-from gdn_jax.shapes import split_heads
+from gdn_jax.parts.kernels import run, token_op, usable
 
 
 def takes(q, k, v, a, b, A_log, dt_bias, state, implementation: str | None) -> bool:
@@ -46,8 +42,7 @@ def token_step(
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b);   q and k to unit length
         S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
 
-    A loop that carries the state has it changed where it lies; elsewhere XLA copies it. The result can be
-    differentiated once, in reverse.
+    A loop that carries the state has it changed where it lies; elsewhere XLA copies it.
 
     Args:
       q, k, v: queries, keys and values of any length, for which `takes` is true.
@@ -73,8 +68,8 @@ def _sizes(args) -> dict[str, int]:
     return {"b": B, "h": Hq} if Hq == Hk else {"b": B}
 
 
-def _forward(allow_neg_eigval: bool, *args):
-    return run(_by_kernel, allow_neg_eigval, args, _OPERANDS, _RESULTS, _sizes(args)), args
+def _run(allow_neg_eigval: bool, *args):
+    return run(_by_kernel, allow_neg_eigval, args, _OPERANDS, _RESULTS, _sizes(args))
 
 
 def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
@@ -86,19 +81,4 @@ def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
     return o[:, 0], state
 
 
-def plain_step(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
-    """The operation in plain JAX, for its derivative."""
-    counts = (q.shape[1], k.shape[1], v.shape[1], v.shape[1])
-    g, beta = log_decay(a, A_log, dt_bias), write_strength(b, allow_neg_eigval=allow_neg_eigval)
-    q, k = (l2norm(x.astype(jnp.float32)) for x in (q, k))
-    tokens = (split_heads(x, 1, counts) for x in (q, k, v.astype(jnp.float32), g, beta))
-    S = split_heads(state.astype(jnp.float32), 1, counts)
-    S, o = recurrent_step(S, *tokens, scale=q.shape[-1] ** -0.5)
-    return o.reshape(v.shape).astype(v.dtype), S.reshape(state.shape).astype(state.dtype)
-
-
-def _backward(allow_neg_eigval: bool, args, cotangents):
-    return jax.vjp(partial(plain_step, allow_neg_eigval), *args)[1](cotangents)
-
-
-_token_step = fused_op(_forward, _backward)
+_token_step = token_op(_run)

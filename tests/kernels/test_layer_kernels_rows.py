@@ -88,15 +88,12 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
     ],
 )
 def test_a_stream_and_its_swiglu(sizes, config):
-    """Sum, norm, branches and projection down in one kernel of two stages; and the plain form for its derivative."""
+    """Sum, norm, branches and projection down in one kernel of two stages."""
     args, s, want = row_kernels.dense(*sizes)
     options: dict = dict(eps=1e-6, config=dense_stream.Config(*config), interpret=INTERPRET)
-    for stream, z in (
-        dense_stream.dense_stream(*args, **options),
-        jax.jit(dense._plain, static_argnums=0)(1e-6, *args),
-    ):
-        close(s, stream, "s")
-        close(want, z, "z", 0)
+    stream, z = dense_stream.dense_stream(*args, **options)
+    close(s, stream, "s")
+    close(want, z, "z", 0)
 
 
 def test_what_a_dense_stream_takes():
@@ -207,94 +204,70 @@ def test_latent_attention_of_a_token(H, C):
         for name, new, old, want in (("k", k, old_k, k_r), ("c", v, old_v, c)):
             close(want, new[0, length, 0], name)
             row_kernels.same_bits(new.at[0, length].set(0), old.at[0, length].set(0))
-        channels, q, norm, _, *arrays, at = args
-        latents = latent_token.Latents(*places, static["scale"], static["eps"], 1e4)
-
-        def plain(q, length=at, others=(norm, *arrays), latents=latents, channels=channels):
-            return jnp.sum(latent_token._plain(latents, length, channels, q, *others)[0].astype(jnp.float32))
-
-        assert jnp.isfinite(jax.jit(jax.grad(plain))(q)).all()
     assert jnp.isnan(call(*args[:-1], put([24], jnp.int32))[0]).all()
 
 
-def formulas(
-    row, weights, gate_up, shared, scores, stream, heads, router, *, chosen, down, norm, bias, choice
-):
-    """What the kernels of a row compute, written down once more, in float32; the experts of `routed_stream` are those
-    of the row, tiled."""
-    args = row, weights, gate_up, shared, scores, stream, heads, router, down
-    row, weights, gate_up, shared, scores, stream, heads, router, down = jax.tree.map(
-        lambda x: x.astype(jnp.float32), args
-    )
+@pytest.mark.slow
+def test_derivative_of_the_weights_of_a_row(small):
+    """That of sigmoids over their sum, where a kernel chooses."""
+    (scores, bias), choice, dw = row_kernels.scores(2, 64), Choice(4, 1, 1, True, 1.5), draws(0)(2, 4)
 
-    def normalised(x, norm):
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * norm
-
-    def chosen_of(scores):
+    def formula(scores):
         sigmoids = jax.nn.sigmoid(scores)
         _, places = jax.lax.top_k(sigmoids + bias, choice.per_token)
         w = jnp.take_along_axis(sigmoids, places, axis=1)
-        return choice.factor * w / jnp.sum(w, axis=1, keepdims=True), places
+        return jnp.sum(dw * choice.factor * w / jnp.sum(w, axis=1, keepdims=True))
 
-    def experts_of(x, weights, chosen, weight):
-        gate, up, last = shared
-        y = weight * ((jax.nn.silu(x @ gate) * (x @ up)) @ last)
-        for w, e in zip(weights[0], chosen[0] % len(down), strict=True):
-            a, b = jnp.split(x @ gate_up[e], 2, axis=1)
-            y = y + w * ((jax.nn.silu(a) * b) @ down[e])
-        return y[0]
+    want = jax.jit(jax.grad(formula))(scores)
+    got = jax.grad(lambda x: jnp.sum(dw * plain_routing.choose(x, bias, choice)[0]))(scores)
+    assert small == {"choose": 1}
+    close(fused_oracle.wide(want), got, "scores")
 
-    s, added, of_s, matrix = stream
-    n = normalised(s + added, of_s)
-    o, z, of_o, of_heads = heads
-    v = normalised(o, of_o) * jax.nn.silu(z.reshape(-1, o.shape[1])[-len(o) :])
-    own = normalised(row + row, norm)
-    return (
-        experts_of(row, weights, chosen, weights[0, 0]),
-        chosen_of(scores)[0],
-        experts_of(own, *chosen_of(own @ router.T), 1.0),
-        *(n, n @ matrix.T, v.reshape(1, -1) @ of_heads.T),
+
+def latent_call(channels, q, norm, _, *arrays):
+    return latent_token.latent_token(
+        latent_token.LatentToken(channels, q, norm, *arrays), latent_token.Latents(0, None, 1.0, 1e-6, 1e4)
     )
 
 
-@pytest.mark.slow
-def test_derivatives_are_those_of_plain_forms(small, monkeypatch):
-    """The kernels are called once each; gradients are those of formulas of the same operations. The kernel that takes
-    longest to interpret has its plain form in its place. Of results in parts nobody reads one."""
-    plain = plain_routing._plain_routed
-    monkeypatch.setattr(plain_routing, "_routed_by_kernel", lambda static, *args: plain(static, *args[:-1]))
-    (row, weights, chosen, gate_up, down, shared), *_ = row_kernels.experts(4, 128, 128, 128, 2)
-    scores, bias = row_kernels.scores(2, 64)
-    stream, *_ = row_kernels.stream(256, 8, "float32")
-    heads, _ = row_kernels.heads(4, 64, 64, 8, "silu")
-    choice, router, norm = Choice(4, 1, 1, True, 1.5), draws(1)(64, 128), 1 + 0.5 * draws(2)(128)
+CHOICE = Choice(2, 1, 1, True, 1.0)
+OF_A_ROW = {
+    "delta_layer": lambda: (fused_delta_layer.delta_layer, row_kernels.delta_layer(2, 8, 32, 3)[0]),
+    "dense_stream": lambda: (
+        functools.partial(dense.dense_stream, eps=1e-6),
+        row_kernels.dense(128, 64, 2)[0],
+    ),
+    "routed_stream": lambda: (
+        lambda *args: plain_routing.routed_stream(*args[:-1], SharedExpert(*args[-1]), CHOICE, eps=1e-6),
+        row_kernels.routed(8, 128, 64, 64, 2, CHOICE)[0],
+    ),
+    "row_mixture": lambda: (
+        lambda row, *args: row_mixture(row, *args[:-1], SharedExpert(*args[-1])),
+        row_kernels.experts(4, 128, 64, 64, 2)[0],
+    ),
+    "stream_product": lambda: (
+        functools.partial(stream_product, eps=1e-6, dtype=jnp.float32),
+        row_kernels.stream(256, 8, "float32")[0],
+    ),
+    "heads_product": lambda: (
+        functools.partial(heads_product, eps=1e-6, activation="silu"),
+        row_kernels.heads(4, 64, 64, 8, "silu")[0],
+    ),
+    "latent_token": lambda: (latent_call, row_kernels.latent(2, 16, 8, 8, 3)[0]),
+}
+"""Operations of a row, and their arguments."""
 
-    def operations(row, weights, gate_up, shared, scores, stream, heads, router):
-        y = row_mixture(row, weights, chosen, gate_up, down, SharedExpert(*shared), weights[0, :1])
-        w, _ = plain_routing.choose(scores, bias, choice)
-        of_experts = jnp.tile(gate_up, (16, 1, 1)), jnp.tile(down, (16, 1, 1)), SharedExpert(*shared)
-        _, routed = plain_routing.routed_stream(row, row, norm, router, bias, *of_experts, choice, eps=1e-6)
-        for parts in (y, routed):
-            with pytest.raises(TypeError):
-                parts[0]
-        _, n, p, _ = stream_product(*stream, eps=1e-6, dtype=jnp.float32, keep=jnp.float32)
-        return y.sum(), w, routed.sum(), n, p, heads_product(*heads, eps=1e-6, activation="silu")
 
-    args = row, weights, gate_up, shared, scores, stream, heads, router
-    known = dict(chosen=np.asarray(chosen), down=down, norm=norm, bias=bias, choice=choice)
-    shapes = jax.eval_shape(functools.partial(formulas, **known), *args)
-    cotangents = [draws(n)(*x.shape) for n, x in enumerate(shapes)]
+@pytest.mark.parametrize("name", OF_A_ROW)
+def test_kernels_of_a_row_have_no_derivative(name):
+    """Whoever asks for one is told what to differentiate."""
+    call, (x, *args) = OF_A_ROW[name]()
 
-    def loss(results):
-        pairs = zip(cotangents, results, strict=True)
-        return sum(jnp.sum(dy * y.reshape(dy.shape).astype(jnp.float32)) for dy, y in pairs)
+    def loss(x):
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(call(x, *args)))
 
-    gradients = jax.grad(lambda *args: loss(operations(*args)), argnums=range(8))(*args)
-    assert small == dict.fromkeys(("expert_row", "choose", "stream_product", "heads_product"), 1)
-    want = jax.jit(jax.grad(lambda *args: loss(formulas(*args, **known)), argnums=range(8)))(*args)
-    # Of experts the row, both branches, their product, and what comes back through each are rounded.
-    for (path, x), y in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(gradients), strict=True):
-        close(fused_oracle.wide(x), y, jax.tree_util.keystr(path), 8, dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match=r"differentiate model\(...\) itself"):
+        jax.eval_shape(jax.grad(loss), x)
 
 
 def delta_layer_call(x, y, norm, weight, window, filters, *others):

@@ -104,16 +104,6 @@ def test_rows_come_to_a_slot_after_its_tiles(name, monkeypatch):
     call(interpret=INTERPRET)
 
 
-@pytest.mark.parametrize("decay", [row_kernels.HEADS, row_kernels.CHANNELS], ids=["heads", "channels"])
-def test_the_plain_form_of_a_layer(decay):
-    """What derivatives of the kernel are taken of."""
-    static = dict(decay=decay, HV=4, bias=True, doubled=True, dtype="float32")
-    (x, y, layer, *gates), want = row_kernels.delta_layer(2, 8, 32, 3, **static)
-    s, parts, *states = jax.jit(functools.partial(fused_delta_layer._plain, tuple(gates)))(x, y, layer)
-    for part, expected, got in zip("sycS", want, (s, parts.sum(0), *states), strict=True):
-        close(expected, got, part, sums=2 * row_kernels.IN_TURN)
-
-
 def test_what_a_layer_of_a_token_takes():
     """Reasons name what is refused; released sizes are taken with at least half of the multiprocessors."""
 

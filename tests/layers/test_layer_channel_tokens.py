@@ -1,7 +1,6 @@
-"""One token of a layer with a decay of each channel by kernels, without a GPU: interpreted, differentiated, and left
+"""One token of a layer with a decay of each channel by kernels, without a GPU: interpreted, and left
 to plain JAX where they do not take it."""
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,7 +11,6 @@ from small_layers import drawn
 from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
 from gdn_jax.layers.blocks import group_projections
 from gdn_jax.models.inference import recurrent
-from gdn_jax.parts import channel_token
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import channel_step, conv_update
 
@@ -57,27 +55,6 @@ def test_token_of_a_layer(name, grouped, monkeypatch):
     close(expected[0], y, "y")
     close(expected[1].state, after.state, "state")
     close_windows(expected[1].conv, after.conv)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["softplus", pytest.param("bound", marks=pytest.mark.slow)])
-def test_derivative(name, monkeypatch):
-    """With respect to parameters, input and cache, with the operation's plain form in the kernels' place."""
-    x, cache = inputs()
-    weights = draws(1)(3, 1, 64), draws(2)(3, 4, 32, 32)
-    graphdef, params = nnx.split(layer_of(**OPTIONS[name]))
-
-    def loss(params, x, cache):
-        y, after = nnx.merge(graphdef, params)(x, cache=cache)
-        return (y * weights[0]).sum() + (after.state * weights[1]).sum() + after.conv.sum()
-
-    gradients = jax.grad(loss, (0, 1, 2))
-    expected = jax.jit(gradients)(params, x, cache)
-    monkeypatch.setattr(channel_token, "_by_kernels", channel_token.plain_token)
-    with trusted():
-        got = jax.jit(lambda *args: gradients(*args))(params, x, cache)
-    for want, y in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
-        close(np.asarray(want), y, "gradient")
 
 
 def test_what_erases_nothing_runs_in_plain_jax(monkeypatch):

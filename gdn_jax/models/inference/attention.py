@@ -13,7 +13,6 @@ from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import row_product
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
-from gdn_jax.parts.unsummed import Parts
 
 
 class AttentionRows(Attention):
@@ -52,7 +51,7 @@ class AttentionRows(Attention):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         cache: AttentionCache | WindowCache | None = None,
         mask: Bool[Array, "B T"] | None = None,

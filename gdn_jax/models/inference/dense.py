@@ -11,7 +11,6 @@ from gdn_jax.parts import dense_stream
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.swiglu import gated
-from gdn_jax.parts.unsummed import Parts
 
 
 class DenseRow(nnx.Module):
@@ -49,7 +48,7 @@ class DenseRow(nnx.Module):
         return h @ self.down[...].astype(h.dtype)
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
     ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
         """See `layers.blocks.from_stream`: the MLP of one row is float32."""
         weights = self.branches.weight[...], self.down[...]

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers.blocks import RMSNorm, group_projections, normalise_first
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference.call import Call
+from gdn_jax.parts import experts as of_row
 from gdn_jax.parts import routing, row_product
 from gdn_jax.parts.ahead import read_ahead
+from gdn_jax.parts.experts import SharedExpert, row_mixture
 from gdn_jax.parts.products import Addend, array_of, transposed_product
-from gdn_jax.parts.unsummed import Parts
 
 
 class ExpertRows(Experts):
@@ -43,8 +44,8 @@ class ExpertRows(Experts):
         return cls(experts, call.rows)
 
     def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | Parts | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Parts]:
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
         """See `layers.blocks.from_stream`: where one kernel does not take all, one has the norm and the router's
         product. The result is in parts."""
         weight, dtype = self.router_rows[...], self.dtype or x.dtype
@@ -57,8 +58,31 @@ class ExpertRows(Experts):
         options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
         s, normalized, scores, _ = row_product.stream_product(x, added, scale, weight, **options)
         assert normalized is not None
-        z = self.mix(normalized.reshape(1, -1), *self.chosen(scores.reshape(1, -1)))
-        return s, z if isinstance(z, Parts) else z.astype(dtype).reshape(x.shape)
+        row = normalized.reshape(1, -1), *self.chosen(scores.reshape(1, -1))
+        if (parts := self._parts(*row)) is not None:
+            return s, parts
+        return s, super().mix(*row).astype(dtype).reshape(x.shape)
+
+    def mix(
+        self, rows: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"]
+    ) -> Float[Array, "N D"]:
+        """See `Experts.mix`."""
+        parts = self._parts(rows, weights, chosen)
+        return super().mix(rows, weights, chosen) if parts is None else jnp.sum(parts, axis=0)
+
+    def _parts(self, rows, weights, chosen):
+        """`mix` of one row in parts, where a kernel makes the experts and the shared one; else None."""
+        if (shared := self.shared_weights(rows)) is None:
+            return None
+        return row_mixture(rows, weights, chosen, self.gate_up[...], self.down[...], shared, self.gate(rows))
+
+    def shared_weights(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
+        """The shared expert as the kernels of a row take it; None where they do not."""
+        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
+        if not all(type(linear) is nnx.Linear for linear in linears):
+            return None
+        shared = SharedExpert(*(linear.kernel[...].astype(rows.dtype) for linear in linears))
+        return shared if of_row.takes(rows, self.gate_up[...], shared, self.implementation) else None
 
     def _routed(self, x, dtype):
         """Arguments of `routed_stream` that are the layer's own, where it takes the stream x; else None."""

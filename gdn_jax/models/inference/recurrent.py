@@ -14,7 +14,6 @@ from gdn_jax.models.inference.call import Call
 from gdn_jax.parts import delta_layer
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
-from gdn_jax.parts.unsummed import Parts
 from gdn_jax.shapes import Convolution
 
 INPUTS = (
@@ -73,7 +72,7 @@ class DeltaRow(nnx.Module):
         self,
         norm: RMSNorm,
         x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | Parts | None,
+        y: Float[Array, "P T D"] | Addend | None,
         *,
         cache: RecurrentCache | None = None,
         **options: Any,
