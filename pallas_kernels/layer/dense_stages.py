@@ -15,6 +15,7 @@ from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
+from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.tile_ring import Slots
 
@@ -24,8 +25,11 @@ ROWS = WARPS
 SLICE = WARP * WARPS
 """Numbers of h of a CTA at most: a thread has one."""
 
-TILE = 5120
-"""Numbers of a tile of the branches at most: a warpgroup has them in registers."""
+WIDEST = 256
+"""Numbers of a piece of a row: as many as a bulk copy takes of a dimension, and eight for each thread of a warp."""
+
+PIECES = 7
+"""Pieces of a row in a tile at most: a thread has their part of v in registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +41,7 @@ class Config:
     """CTAs that have a slice, a multiple of all warps of a CTA."""
     warpgroups: int = 4
     slots: int = 0
-    """Tiles of the branches of a warpgroup in shared memory; 0: those that fit."""
-    down_slots: int = 0
-    """Tiles of the projection down of a warpgroup in shared memory; 0: those that fit."""
+    """Tiles of a warpgroup in shared memory; 0: those that fit."""
 
     @classmethod
     def of(cls, ctas: int) -> "Config":
@@ -57,8 +59,7 @@ class Sizes(NamedTuple):
 
     D: int
     F: int
-    warps: int
-    """Warps of a CTA: a row lies in as many pieces, because a bulk copy takes at most 256 numbers of a dimension."""
+    warpgroups: int
     slices: int
 
     @property
@@ -68,44 +69,30 @@ class Sizes(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Tiles one below the other of a branch."""
+        """Tiles one below the other of a CTA's slice of a matrix."""
         return pl.cdiv(self.own, ROWS)
 
     @property
-    def width(self) -> int:
-        """Numbers of a piece of a row."""
-        return self.D // self.warps
+    def chunks(self) -> int:
+        """Tiles that a row lies in: a divisor of the warpgroups, so that a warpgroup has one chunk of all its tiles;
+        0 where there is none."""
+        pieces = self.D // WIDEST
+        found = (n for n in range(1, self.warpgroups + 1) if self.warpgroups % n == 0 and pieces % n == 0)
+        return next((n for n in found if pieces // n <= PIECES), 0)
 
     @property
     def pieces(self) -> int:
-        """Pieces of a row in a tile of the branches."""
-        return next(
-            n for n in (self.warps, self.warps // 2, self.warps // 4) if ROWS * n * self.width <= TILE
-        )
+        """Pieces of a row in a tile."""
+        return self.D // WIDEST // self.chunks
 
     @property
-    def chunks(self) -> int:
-        """Tiles that a row lies in."""
-        return self.warps // self.pieces
-
-    @property
-    def down_width(self) -> int:
-        """Numbers of a piece of a row of W: a multiple of a warpgroup's threads."""
-        return 256 if self.D // (self.warps // WARPS) % 256 == 0 else 128
-
-    @property
-    def down_rows(self) -> int:
-        """Rows of a tile of W."""
-        return 8 if self.own % 8 == 0 else ROWS
-
-    @property
-    def down_tiles(self) -> int:
-        """Tiles of W of a warpgroup."""
-        return pl.cdiv(self.own, self.down_rows)
+    def tiles(self) -> int:
+        """Tiles of a CTA of each of the three matrices."""
+        return self.groups * self.chunks
 
     def columns(self, ctas: int) -> int:
         """Columns of z that a CTA adds up: few, where a warpgroup's share of the parts is whole layouts of them."""
-        share = self.slices // (self.warps // WARPS)
+        share = self.slices // self.warpgroups
         return next(n for n in (8, 16, 32) if self.D // n <= ctas and share % (WARPS * (WARP // n)) == 0)
 
 
@@ -118,16 +105,18 @@ class Slice:
         """The last slice begins earlier; its first numbers of h, which the slice before has too, are 0."""
         self.is_some = (self.start < sizes.F) & (grid_index() < sizes.slices)
 
-    def row(self, group: Any, rows: int) -> Any:
-        """First row of the CTA's group-th tile of so many rows; the last one begins earlier, too."""
-        return self.first + jnp.minimum(group * rows, self.own - rows)
+    def row(self, group: Any) -> Any:
+        """First row of the CTA's group-th tile; the last one begins earlier, too."""
+        return self.first + jnp.minimum(group * ROWS, self.own - ROWS)
 
 
 class Row:
     """The norm of the stream, of which each warp of every CTA makes a part."""
 
-    def __init__(self, gmem: Any, smem: Any, eps: float, wg: Any, meet: Callable[[], None]) -> None:
-        self.gmem, self.smem, self.eps, self.meet = gmem, smem, eps, meet
+    def __init__(
+        self, gmem: Any, smem: Any, eps: float, wg: Any, dev: Device, meet: Callable[[], None]
+    ) -> None:
+        self.gmem, self.smem, self.eps, self.wg, self.dev, self.meet = gmem, smem, eps, wg, dev, meet
         self.own = pl.ds(wg * WARPS, WARPS)
 
     def load(self) -> tuple[list[jax.Array], jax.Array]:
@@ -142,95 +131,81 @@ class Row:
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
         store_any(smem.of_warps.at[own], r.row_sum(s * s))
         self.meet()
-        square = functools.reduce(jnp.add, [smem.of_warps[n] for n in range(smem.v.shape[0])])
+        square = functools.reduce(jnp.add, [smem.of_warps[n] for n in range(smem.of_warps.shape[0])])
         scale = lax.rsqrt(square / smem.v.size + self.eps)
-        store_any(smem.v.at[own], s * w * scale)
+        self.dev.store_flat(smem.v.at[pl.ds(self.wg * s.size, s.size)], s * w * scale)
         self.meet()
         if gmem.s is not None:
             pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
 
 
-class Branches:
-    """Tiles of A and then of B, rows of the CTA's slice."""
-
-    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, warpgroups: int, wg: Any, own: Slice) -> None:
-        self.gmem, self.smem, self.sizes, self.own = gmem, smem, sizes, own
-        self.ring = Slots(smem.tiles, smem.full, wg, warpgroups, self._copy)
-        self.end = jnp.where(own.is_some, self.ring.before(2 * sizes.groups * sizes.chunks), 0)
-        self.layout = lane_layout(WARP, next(n for n in (8, 4, 2, 1) if sizes.width % (WARP * n) == 0))
-
-    def _place(self, i: Any) -> tuple[Any, Any, Any]:
-        """Branch, group of rows and chunk of columns of tile i: neighbours in memory one after the other."""
-        chunk, group = (op(i, jnp.int32(self.sizes.chunks)) for op in (lax.rem, lax.div))
-        branch = lax.div(group, jnp.int32(self.sizes.groups))
-        return branch, group - branch * self.sizes.groups, chunk
-
-    def _copy(self, i: Any, slot: Any, barrier: Any) -> None:
-        branch, group, chunk = self._place(i)
-        rows, n = pl.ds(branch * self.sizes.F + self.own.row(group, ROWS), ROWS), self.sizes.pieces
-        plgpu.copy_gmem_to_smem(self.gmem.gate_up.at[rows, pl.ds(chunk * n, n)], slot, barrier)
-
-    def begin(self) -> None:
-        """Starts the first copies."""
-        self.ring.fill(jnp.int32(0), self.end)
-
-    def add(self, then: Callable[[], None]) -> None:
-        """Multiplies the tiles; `then` is called when the last copy of this warpgroup has been started."""
-        ring, smem, sizes = self.ring, self.smem, self.sizes
-        turn, shape = jnp.maximum(0, self.end - ring.slots), (ROWS, sizes.width)
-
-        def multiply(n: Any, _: None) -> None:
-            pl.when(n == turn)(then)
-            branch, group, chunk = self._place(ring.number(n))
-            tile = ring.wait(n)
-            total = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.layout)
-            for p in range(sizes.pieces):
-                v = load(smem.v.at[chunk * sizes.pieces + p], self.layout.reduce(0))
-                v = plgpu.layout_cast(lax.broadcast_in_dim(v, shape, [1]), self.layout)
-                total = total + load(tile.at[:, p], self.layout).astype(jnp.float32) * v
-            sums = jnp.sum(total, axis=1)
-            ring.follow(n, self.end)
-            store_any(smem.parts.at[branch, chunk, pl.ds(group * ROWS, ROWS)], sums)
-
-        lax.fori_loop(0, self.end, multiply, None)
-        pl.when(self.end == 0)(then)
-
-
-def _over_threads(width: int) -> Any:
-    """Layout of rows over all threads of a warpgroup, which have neighbouring columns."""
-    piece = width // (WARPS * WARP)
-    tiles = ((1, WARPS * WARP * piece), (WARP * piece,), (piece,))
+def _over_threads() -> Any:
+    """Layout of rows of a piece over all threads of a warpgroup, which have neighbouring columns."""
+    each = WIDEST // (WARPS * WARP)
+    tiles = ((1, WIDEST), (WARP * each,), (each,))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-class Down:
-    """The rows of W of the CTA's slice, some columns to each warpgroup, and the sum of all CTAs."""
+class Tiles:
+    """A warpgroup's tiles of the rows of A, B and W of the CTA's slice, in this order, and what is made of them."""
 
-    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, warpgroups: int, wg: Any, own: Slice) -> None:
-        self.gmem, self.smem, self.sizes, self.wg, self.own = gmem, smem, sizes, wg, own
-        self.warpgroups, self.rows, self.width = warpgroups, sizes.down_rows, sizes.down_width
-        self.pieces = sizes.D // warpgroups // self.width
-        self.ring = Slots(smem.down_tiles, smem.down_full, wg, warpgroups, self._copy)
-        self.end = jnp.where(own.is_some, jnp.int32(sizes.down_tiles), 0)
-        self.layout = _over_threads(self.width)
+    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, wg: Any, own: Slice) -> None:
+        self.gmem, self.smem, self.sizes, self.own, self.wg = gmem, smem, sizes, own, wg
+        self.ring = Slots(smem.tiles, smem.full, wg, sizes.warpgroups, self._copy)
+        self.chunk = lax.rem(wg, jnp.int32(sizes.chunks))
+        self.turn, self.end = (jnp.where(own.is_some, self.ring.before(n * sizes.tiles), 0) for n in (2, 3))
+        """Its first tile of W, and the one after its last."""
+
+    def _place(self, n: Any) -> tuple[Any, Any]:
+        """Matrix and group of rows of this warpgroup's tile n: chunks of a row one after the other."""
+        chunked = lax.div(self.ring.number(n), jnp.int32(self.sizes.chunks))
+        matrix = lax.div(chunked, jnp.int32(self.sizes.groups))
+        return matrix, chunked - matrix * self.sizes.groups
 
     def _copy(self, i: Any, slot: Any, barrier: Any) -> None:
-        rows = pl.ds(self.own.row(lax.div(i, jnp.int32(self.warpgroups)), self.rows), self.rows)
-        columns = pl.ds(self.wg * self.pieces, self.pieces)
-        plgpu.copy_gmem_to_smem(self.gmem.down.at[rows, columns], slot, barrier)
+        matrix, group = self._place(lax.div(i, jnp.int32(self.sizes.warpgroups)))
+        row, columns = self.own.row(group), pl.ds(self.chunk * self.sizes.pieces, self.sizes.pieces)
+
+        def start(source: Any, row: Any) -> None:
+            plgpu.copy_gmem_to_smem(source.at[pl.ds(row, ROWS), columns], slot, barrier)
+
+        pl.when(matrix < 2)(lambda: start(self.gmem.gate_up, matrix * self.sizes.F + row))
+        pl.when(matrix == 2)(lambda: start(self.gmem.down, row))
 
     def begin(self) -> None:
         """Starts the first copies."""
         self.ring.fill(jnp.int32(0), self.end)
 
+    def multiply_branches(self) -> None:
+        """Products of A and B and the row, of each chunk by itself."""
+        ring, smem, layout, pieces = (
+            self.ring,
+            self.smem,
+            lane_layout(WARP, WIDEST // WARP),
+            self.sizes.pieces,
+        )
+        first = self.chunk * pieces
+        row = [load(smem.v.at[pl.ds((first + p) * WIDEST, WIDEST)], layout.reduce(0)) for p in range(pieces)]
+
+        def multiply(n: Any, _: None) -> None:
+            matrix, group = self._place(n)
+            tile, total = ring.wait(n), None
+            for p, v in enumerate(row):
+                x = load(tile.at[:, p], layout)
+                v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1]), layout)
+                part = x.astype(jnp.float32) * v
+                total = part if total is None else total + part
+            ring.follow(n, self.end)
+            assert total is not None
+            sums = jnp.sum(total, axis=1)
+            store_any(smem.parts.at[matrix, self.chunk, pl.ds(group * ROWS, ROWS)], sums)
+
+        lax.fori_loop(0, self.turn, multiply, None)
+
     def make_h(self) -> None:
         """Writes the CTA's numbers of h to shared memory, for each warpgroup by itself."""
-        layout, smem, own, sizes = (
-            plgpu.Layout.WG_STRIDED((SLICE,), vec_size=1),
-            self.smem,
-            self.own,
-            self.sizes,
-        )
+        layout, smem = plgpu.Layout.WG_STRIDED((SLICE,), vec_size=1), self.smem
+        own, sizes = self.own, self.sizes
         gate, up = (
             functools.reduce(jnp.add, [load(smem.parts.at[b, c], layout) for c in range(sizes.chunks)])
             for b in range(2)
@@ -246,44 +221,52 @@ class Down:
         store_any(smem.h.at[self.wg], h)
         plgpu.commit_smem()
 
-    def add(self) -> None:
-        """Multiplies the tiles, and writes the CTA's part of z."""
-        ring, layout, shape = self.ring, self.layout, (self.rows, self.width)
+    def multiply_down(self) -> None:
+        """Products of h and the warpgroup's rows of W, added up in shared memory."""
+        ring, layout, shape = self.ring, _over_threads(), (ROWS, WIDEST)
 
         def multiply(n: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            h = load(self.smem.h.at[self.wg, pl.ds(n * self.rows, self.rows)], layout.reduce(1))
+            _, group = self._place(n)
+            h = load(self.smem.h.at[self.wg, pl.ds(group * ROWS, ROWS)], layout.reduce(1))
             tile, made = ring.wait(n), []
             h = plgpu.layout_cast(lax.broadcast_in_dim(h, shape, [0]), layout)
             for p, total in enumerate(totals):
                 products = load(tile.at[:, p], layout).astype(jnp.float32) * h
-                made.append(functools.reduce(jnp.add, [products[i : i + 1] for i in range(self.rows)], total))
+                made.append(functools.reduce(jnp.add, [products[i : i + 1] for i in range(ROWS)], total))
             ring.follow(n, self.end)
             return tuple(made)
 
-        zeros = plgpu.layout_cast(jnp.zeros((1, self.width), jnp.float32), layout)
-        totals = lax.fori_loop(0, self.end, multiply, (zeros,) * self.pieces)
+        zeros = plgpu.layout_cast(jnp.zeros((1, WIDEST), jnp.float32), layout)
+        totals = lax.fori_loop(self.turn, self.end, multiply, (zeros,) * self.sizes.pieces)
+        for p, total in enumerate(totals):
+            store_any(self.smem.z.at[self.wg, pl.ds(p, 1)], total)
 
-        @pl.when(grid_index() < self.sizes.slices)
-        def _():
-            for p, total in enumerate(totals):
-                store_any(self.gmem.part.at[pl.ds(grid_index(), 1), self.wg * self.pieces + p], total)
+    def write_part(self) -> None:
+        """The CTA's part of z, of which each warpgroup writes some pieces."""
+        sizes, layout = self.sizes, _over_threads()
+        sharing = range(0, sizes.warpgroups, sizes.chunks)
+        for p in range(sizes.pieces):
 
-    def total(self, ctas: int, meet: Callable[[], None]) -> None:
-        """Adds up some columns of all parts."""
-        sizes, columns, sums = self.sizes, self.sizes.columns(ctas), self.smem.sums
-        layout, each, step = lane_layout(columns, 1), sizes.slices // self.warpgroups, sums.shape[1]
-        shares = sizes.D // columns
-        first = jnp.minimum(grid_index(), shares - 1) * columns
-        piece, own = lax.div(first, jnp.int32(self.width)), pl.ds(first, columns)
-        of_piece = pl.ds(first - piece * self.width, columns)
-        parts = load(self.gmem.seen_part.at[pl.ds(self.wg * each, each), piece, of_piece], layout)
-        store_any(
-            sums.at[self.wg], functools.reduce(jnp.add, [parts[i : i + step] for i in range(0, each, step)])
-        )
-        meet()
+            @pl.when(lax.div(self.wg, jnp.int32(sizes.chunks)) == p % len(sharing))
+            def _(p=p):
+                some = [load(self.smem.z.at[self.chunk + n, pl.ds(p, 1)], layout) for n in sharing]
+                place = self.gmem.part.at[pl.ds(grid_index(), 1), self.chunk * sizes.pieces + p]
+                store_any(place, functools.reduce(jnp.add, some))
 
-        @pl.when((self.wg == 0) & (grid_index() < shares))
-        def _():
-            rows = [sums.at[w, i] for w in range(self.warpgroups) for i in range(step)]
-            z = functools.reduce(jnp.add, [load(row, layout.reduce(0)) for row in rows])
-            store_any(self.gmem.z.at[0, own], z)
+
+def add_parts(gmem: Any, smem: Any, sizes: Sizes, ctas: int, wg: Any, meet: Callable[[], None]) -> None:
+    """Adds up some columns of the parts of z of all CTAs."""
+    columns, sums = sizes.columns(ctas), smem.sums
+    layout, each, step = lane_layout(columns, 1), sizes.slices // sizes.warpgroups, sums.shape[1]
+    shares = sizes.D // columns
+    first = jnp.minimum(grid_index(), shares - 1) * columns
+    piece, own = lax.div(first, jnp.int32(WIDEST)), pl.ds(first, columns)
+    of_piece = pl.ds(first - piece * WIDEST, columns)
+    parts = load(gmem.seen_part.at[pl.ds(wg * each, each), piece, of_piece], layout)
+    store_any(sums.at[wg], functools.reduce(jnp.add, [parts[i : i + step] for i in range(0, each, step)]))
+    meet()
+
+    @pl.when((wg == 0) & (grid_index() < shares))
+    def _():
+        rows = [sums.at[w, i] for w in range(sizes.warpgroups) for i in range(step)]
+        store_any(gmem.z.at[0, own], functools.reduce(jnp.add, [load(row, layout.reduce(0)) for row in rows]))

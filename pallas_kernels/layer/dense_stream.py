@@ -8,19 +8,18 @@ that lie one after the other. What CTAs exchange is z: each writes its part [D] 
 all CTAs (`device.grid_barrier`) each adds up some columns of all parts, so z is whole for the next kernel.
 
     stage    a CTA makes                          what is copied meanwhile
-    parts    v, again in every CTA; its slice of  tiles of the branches, from the start on; after the last of
-             h, and its part of z                 them tiles of W
+    parts    v, again in every CTA; its slice of  tiles of A, of B and of W, from the start on
+             h, and its part of z
     sum      some columns of z                    what the kernels after this one read first
 
 Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] float32; A and B one after the other as
 gate_up [2 F, D], W as down [F, D], of one dtype, bfloat16 or float16. Between the stages (GMEM): parts of z
 [slices, D] float32. Outputs (GMEM): s [1, D] of x's dtype, where there is y; z [1, D] float32.
 Grid: as many CTAs of four warpgroups as there are multiprocessors, of which a multiple of 16 have a slice. A tile is
-four rows of A or B, or some of their columns, and of W some rows of a warpgroup's columns. Shared memory: `_memory`.
+four rows of A, B or W, or some of their columns, of which a warpgroup has always the same. Shared memory: `_memory`.
 
     barrier     arrivals                           who waits
     full        a bulk copy of a tile              the warpgroup whose slot it is
-    down_full   the same
     made        all warpgroups                     all, for squares, v, h and sums of the CTA
 
 Numerics: float32; v and h are not rounded. The same bits in every call. Hardware: `NEEDS`. Limits:
@@ -41,10 +40,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import constant, launch_stages
 from pallas_kernels.device.lanes import WARP, WARPS
-from pallas_kernels.device.launch import compiled, warpgroup_index
+from pallas_kernels.device.launch import compiled, grid_index, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.dense_stages import ROWS, SLICE, TILE, Branches, Config, Down, Row, Sizes, Slice
+from pallas_kernels.device.operations import Device
+from pallas_kernels.layer.dense_stages import ROWS, SLICE, WIDEST, Config, Row, Sizes, Slice, Tiles, add_parts
 
 NEEDS = Needs.TMA
 
@@ -69,57 +69,44 @@ def check_supported(
     warps = config.warpgroups * WARPS
     if ctas < warps:
         return f"{ctas} multiprocessors; the kernel takes {warps} or more"
-    unit, most = warps * WARP, min(WARP * ctas, 4 * TILE // ROWS)
-    if D % unit or not 0 < D <= most:
-        return f"rows of {D}; the kernel takes multiples of {unit} up to {most}"
-    if not ROWS <= pl.cdiv(F, config.slices) <= SLICE - ROWS:
+    unit, most = warps * WARP, WARP * ctas
+    sizes = Sizes(D, F, config.warpgroups, config.slices)
+    if D % unit or not 0 < D <= most or not sizes.chunks:
+        return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
+    if not ROWS <= sizes.own <= SLICE - ROWS:
         of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * (SLICE - ROWS)}"
         return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"
-    sizes = Sizes(D, F, warps, config.slices)
-    taken = smem_bytes(_memory(sizes, _with_slots(config, 1, 1), down.dtype), REDUCTION_BYTES)
+    taken = smem_bytes(_memory(sizes, dataclasses.replace(config, slots=1), down.dtype), REDUCTION_BYTES)
     return f"{taken} bytes of shared memory; a CTA has {SMEM_LIMIT}" if taken > SMEM_LIMIT else None
 
 
-def _with_slots(config: Config, slots: int, down_slots: int) -> Config:
-    return dataclasses.replace(
-        config, slots=config.slots or slots, down_slots=config.down_slots or down_slots
-    )
-
-
 def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
-    n, columns, piece = config.warpgroups, sizes.columns(config.ctas), sizes.down_width
+    n, columns = config.warpgroups, sizes.columns(config.ctas)
     return {
-        "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, sizes.width), dtype),
-        "down_tiles": Buffer((config.down_slots * n, sizes.down_rows, sizes.D // n // piece, piece), dtype),
-        "v": Buffer((sizes.warps, sizes.width)),
-        "of_warps": Buffer((sizes.warps,)),
+        "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, WIDEST), dtype),
+        "v": Buffer((sizes.D,)),
+        "of_warps": Buffer((n * WARPS,)),
         "parts": Buffer((2, sizes.chunks, SLICE)),
         "h": Buffer((n, SLICE)),
+        "z": Buffer((n, sizes.pieces, WIDEST)),
         "sums": Buffer((n, WARPS * (WARP // columns), columns)),
         "full": Barriers(arrivals=1, count=config.slots * n),
-        "down_full": Barriers(arrivals=1, count=config.down_slots * n),
         "made": Barriers(arrivals=n),
     }
 
 
 def _fitting(sizes: Sizes, config: Config, dtype: Any) -> Config:
-    """The configuration with slots in turn for the branches and for W, as long as there is room and use for one."""
-    most = pl.cdiv(2 * sizes.groups * sizes.chunks, config.warpgroups), sizes.down_tiles
-    slots, grows = [1, 1], True
-
-    def fits(slots: Sequence[int]) -> bool:
-        return smem_bytes(_memory(sizes, _with_slots(config, *slots), dtype), REDUCTION_BYTES) <= SMEM_LIMIT
-
-    while grows:
-        grows = False
-        for i in range(2):
-            more = [n + (j == i) for j, n in enumerate(slots)]
-            if more[i] <= most[i] and fits(more):
-                slots, grows = more, True
-    return _with_slots(config, *slots)
+    """The configuration with as many slots as there is room and use for."""
+    if config.slots:
+        return config
+    used = pl.cdiv(3 * sizes.tiles, config.warpgroups)
+    every = (dataclasses.replace(config, slots=n) for n in range(used, 0, -1))
+    return next(c for c in every if smem_bytes(_memory(sizes, c, dtype), REDUCTION_BYTES) <= SMEM_LIMIT)
 
 
-def _body(gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, eps: float) -> None:
+def _body(
+    gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, eps: float, interpreted: bool
+) -> None:
     wg, own = warpgroup_index(), Slice(sizes)
 
     def meet() -> None:
@@ -127,21 +114,21 @@ def _body(gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, e
         plgpu.barrier_arrive(smem.made)
         plgpu.barrier_wait(smem.made)
 
-    row = Row(gmem, smem, eps, wg, meet)
-    branches = Branches(gmem, smem, sizes, config.warpgroups, wg, own)
-    down = Down(gmem, smem, sizes, config.warpgroups, wg, own)
+    row, tiles = Row(gmem, smem, eps, wg, Device(interpreted), meet), Tiles(gmem, smem, sizes, wg, own)
     loaded = row.load()  # else what it reads would come after the copies
-    branches.begin()
+    tiles.begin()
     row.make(loaded)
-    branches.add(down.begin)
+    tiles.multiply_branches()
     meet()
-    down.make_h()
-    down.add()
+    tiles.make_h()
+    tiles.multiply_down()
+    meet()
+    pl.when(grid_index() < sizes.slices)(tiles.write_part)
     barrier.arrive()
     pl.when(wg == config.warpgroups - 1)(lambda: bring(gmem.ahead, config.ctas))
     barrier.wait()
     barrier.leave()
-    down.total(config.ctas, meet)
+    add_parts(gmem, smem, sizes, config.ctas, wg, meet)
 
 
 def dense_stream(
@@ -176,22 +163,23 @@ def dense_stream(
 
 def _run(config, eps, interpret, x, y, norm, gate_up, down, ahead, words):
     (F, D), like, f32 = down.shape, jax.ShapeDtypeStruct, jnp.float32
-    sizes = Sizes(D, F, config.warpgroups * WARPS, config.slices)
+    sizes = Sizes(D, F, config.warpgroups, config.slices)
     config = _fitting(sizes, config, down.dtype)
-    pieces, down_pieces = (sizes.warps, sizes.width), (D // sizes.down_width, sizes.down_width)
+    by_warps, pieces = (config.warpgroups * WARPS, -1), (D // WIDEST, WIDEST)
+    stream = x.reshape(by_warps)
     made = launch_stages(
         "dense_stream",
-        functools.partial(_body, sizes=sizes, config=config, eps=eps),
+        functools.partial(_body, sizes=sizes, config=config, eps=eps, interpreted=interpret is not None),
         2,
         inputs={
-            "x": x.reshape(pieces),
-            "y": None if y is None else y.reshape(-1, *pieces),
-            "w": norm.astype(f32).reshape(pieces),
+            "x": stream,
+            "y": None if y is None else y.reshape(-1, *stream.shape),
+            "w": norm.astype(f32).reshape(by_warps),
             "gate_up": gate_up.reshape(2 * F, *pieces),
-            "down": down.reshape(F, *down_pieces),
+            "down": down.reshape(F, *pieces),
         },
-        between={"part": like((config.slices, *down_pieces), f32)},
-        outputs={"s": None if y is None else like(pieces, x.dtype), "z": like((1, D), f32)},
+        between={"part": like((config.slices, *pieces), f32)},
+        outputs={"s": None if y is None else like(stream.shape, x.dtype), "z": like((1, D), f32)},
         words=words,
         memory=_memory(sizes, config, down.dtype),
         ahead=ahead,

@@ -82,9 +82,10 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
     [
         ((256, 300, 2), (9, 8, 2)),  # the last slice and its last tiles begin with rows of those before
         pytest.param(
-            (512, 88, 0), (17, 16, 4, 1, 1), marks=pytest.mark.slow
+            (512, 88, 0), (17, 16, 4, 1), marks=pytest.mark.slow
         ),  # a slot each; CTAs without a slice
         pytest.param((1024, 700, 3), (34, 32), marks=pytest.mark.crossed),
+        pytest.param((2560, 150, 1), (85, 16, 4, 2), marks=pytest.mark.crossed),  # two tiles to a row
     ],
 )
 def test_a_stream_and_its_swiglu(sizes, config):
