@@ -20,6 +20,7 @@ from gdn_jax.parts.short_conv import short_conv as fused_short_conv
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
     attention_rows,
+    cached_heads,
     channel_gates,
     cross_entropy,
     dense_stream,
@@ -67,6 +68,7 @@ KERNELS = (
     (routing, "choose"),
     (latent_row, "latent_row"),
     (attention_rows, "attention_rows"),
+    (cached_heads, "cached_heads"),
     (row_product, "stream_product"),
     (row_product, "heads_product"),
     (delta_layer, "delta_layer"),
