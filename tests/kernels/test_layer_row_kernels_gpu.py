@@ -245,9 +245,9 @@ def test_a_token_of_one_row_of_a_model(config):
     want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
     copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
-    assert step.lower(copy, tokens[:, :1], model.init_cache(1, 12)).as_text().count("@mosaic_gpu") > 1
+    assert step.lower(copy, tokens[:, :1], model.init_cache(1, 16)).as_text().count("@mosaic_gpu") > 1
     assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, ExpertRows}
-    cache, got = model.init_cache(1, 12), []
+    cache, got = model.init_cache(1, 16), []
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)
         got.append(np.asarray(y))
@@ -271,9 +271,9 @@ def test_a_token_of_one_row_of_gated_delta_nets(heads_of_v):
     want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
     copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
-    compiled = step.lower(copy, tokens[:, :1], model.init_cache(1, 12)).as_text()
+    compiled = step.lower(copy, tokens[:, :1], model.init_cache(1, 16)).as_text()
     assert compiled.count("delta_layer") > 0
-    cache, got = model.init_cache(1, 12), []
+    cache, got = model.init_cache(1, 16), []
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)
         got.append(np.asarray(y))

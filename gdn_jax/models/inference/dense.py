@@ -37,6 +37,8 @@ class DenseRow(nnx.Module):
             row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * len(down)))
             if dense_stream.takes(row, gate_up, down, mlp.implementation):
                 return cls(mlp)
+        if plain:
+            _fill(mlp)
         for names in (("gate_proj", "up_proj"), ("down_proj",)):
             group_projections(mlp, names)
         return mlp
@@ -63,3 +65,17 @@ class DenseRow(nnx.Module):
     def token_weights(self) -> list[nnx.Param]:
         """See `parts.ahead.Reader.token_weights`."""
         return [self.branches.weight, self.down]
+
+
+WHOLE = 64
+"""Multiples of it are inner widths of which XLA's products of few rows copy no weights before they multiply."""
+
+
+def _fill(mlp: SwiGLU) -> None:
+    """Fills the inner width up to a multiple of `WHOLE` with zeros, in place: they add nothing."""
+    F = mlp.down_proj.in_features
+    more = -F % WHOLE
+    for linear, axis in ((mlp.gate_proj, 1), (mlp.up_proj, 1), (mlp.down_proj, 0)):
+        around = [(0, more if n == axis else 0) for n in range(2)]
+        linear.kernel.set_value(jnp.pad(linear.kernel[...], around))
+    mlp.gate_proj.out_features = mlp.up_proj.out_features = mlp.down_proj.in_features = F + more
