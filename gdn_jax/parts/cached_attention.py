@@ -16,7 +16,7 @@ class Heads(NamedTuple):
     queries: int
     """Heads of the queries; those of the keys are the cache's."""
     eps: float = 0.0
-    """Of the norms of queries and keys."""
+    """What the norms of queries and keys add under the root."""
     rotary_dim: int = 0
     """Dimensions of a head that are rotated, the first ones; 0: none."""
     theta: float = 1.0
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     position: Int[Array, " B"]
     slot: Int[Array, " B"]
-    """Of the cache. A token whose slot is none of S is not kept."""
+    """Slot of the cache. A token whose slot is none of S is not kept."""
     seen: Int[Array, " B"]
     """Slots that the token sees, the first ones: fewer than 1 count as 1, and more than S as S."""
 
@@ -61,7 +61,8 @@ def cached_attention(
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B S N K"], Float[Array, "B S N K"]]:
     """`models.Attention.heads` and `parts.attention_rows` of a token of each row, by two kernels.
 
-    A loop that carries the cache has it changed where it lies; elsewhere XLA copies it.
+    No model calls it: it has not run on a GPU. A loop that carries the cache has it changed where it lies; elsewhere
+    XLA copies it.
 
     Args:
       channels: products of the layer's input, for which `takes` is true: those of queries, keys and values, then any

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer.attention_rows import attention_rows
+from pallas_kernels.layer.cached_heads import Norms, Rotation, cached_heads
 from pallas_kernels.layer.expert_gradient import expert_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
@@ -27,6 +29,11 @@ def latents(kernel: Callable[..., Any], q: Any, r: Any, c: Any, k: Any, length: 
 def grouped(kernel: Callable[..., Any], q: Any, k: Any, v: Any, length: Any) -> Any:
     """The same of grouped queries [B, N, G, K]."""
     return kernel((q,), (k, v), length, scale=0.07)
+
+
+def into_cache(heads: int, x: Any, k: Any, v: Any, slots: Any, cos: Any, sin: Any, *norms: Any) -> Any:
+    """Heads of a token of each row, rotated and normalised."""
+    return cached_heads(x, (k, v), slots, None, Norms(*norms), Rotation(cos, sin), heads=heads, eps=1e-6)
 
 
 BATCH_CALLS: dict[str, Call] = {
@@ -70,6 +77,11 @@ BATCH_CALLS: dict[str, Call] = {
     "attention of one row, Qwen3.5-0.8b": call(
         partial(grouped, attention_rows),
         "bf16[1,2,4,256] bf16[1,32832,2,256] bf16[1,32832,2,256] i32[1]",
+    ),
+    "heads of 32 rows into a cache, Qwen3.5-0.8b": call(
+        partial(into_cache, 8),
+        "bf16[32,5120] bf16[32,4096,2,256] bf16[32,4096,2,256] i32[32] f32[32,32] f32[32,32] f32[256] f32[256]",
+        Needs.TMA,
     ),
 }
 """Name -> a call."""

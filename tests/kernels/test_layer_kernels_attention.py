@@ -12,12 +12,11 @@ from device_arrays import put
 from flax import nnx
 from fused_harness import close, draws
 
-from gdn_jax.layers.blocks import parts_of_group
 from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.config import AttentionConfig
-from gdn_jax.models.inference.attention import AttentionRows, WindowRows
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import attention_rows as fused
+from gdn_jax.parts import cached_attention as fused_token
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.layer import attention_rows
 from pallas_kernels.layer.attention_rows import Config
@@ -113,55 +112,70 @@ def test_rows_of_a_pool(monkeypatch):
     assert calls == {"attention_rows": 1}
 
 
-@pytest.mark.parametrize(
-    ("window", "options"),
-    [
-        (None, dict(qk_norm="head", rotary_dim=64, output_gate=True, num_kv_heads=2)),
-        pytest.param(16, dict(), marks=pytest.mark.slow),
-    ],
-    ids=["norm, rotation and gate", "a window"],
-)
-def test_a_token_of_a_layer(window, options, monkeypatch):
-    """In the copy for single tokens: what the layer gives without kernels, and its cache. Slots after the tokens hold
-    NaN. A row whose cache is full gives NaN and changes nothing; a window goes on."""
-    calls = layer_kernels.interpret(monkeypatch)
-    monkeypatch.setattr(Config, "default", classmethod(lambda *_: Config(1, 5, ctas=2)))
-    config, S, lengths = AttentionConfig(6, head_dim=128, window=window, **options), 16, np.array([5, 16])
-    kind, copy = (WindowAttention, WindowRows) if window else (Attention, AttentionRows)
+def token_of_a_layer(window, options, lengths, S, K=128, H=6):
+    """A function of x, keys, values and lengths that gives what the layer without kernels and `cached_attention` make
+    of a token, and its arguments. Slots after the tokens hold NaN."""
+    config = AttentionConfig(H, head_dim=K, window=window, **options)
+    kind, kept = (WindowAttention, WindowCache) if window else (Attention, FixedAttentionCache)
     half: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, zero_centred_norms=True)
     layer, draw = nnx.jit(lambda: kind(64, config, **half, rngs=nnx.Rngs(0)))(), draws(3)
-    kept, shape = WindowCache if window else FixedAttentionCache, (2, S, config.num_kv_heads or 6, 128)
-    x, seen = draw(2, 1, 64, dtype="bfloat16"), (np.arange(S) < lengths[:, None])[..., None, None]
-    cache = [np.where(seen, draw(*shape, dtype="bfloat16"), np.nan) for _ in range(2)]
+    layer.implementation, N, B = "chunked", config.num_kv_heads or H, len(lengths)
+    x, seen = draw(B, 1, 64, dtype="bfloat16"), np.arange(S) < np.array(lengths)[:, None]
+    seen, heads = seen[..., None, None], fused_token.Heads(H, 1e-5, config.rotary_dim, config.rope_theta)
+    cache = [np.where(seen, draw(B, S, N, K, dtype="bfloat16"), np.nan) for _ in range(2)]
 
     @jax.jit
     def tokens(x, k, v, length):
-        plain, rows = nnx.clone(layer), copy(nnx.clone(layer))
-        plain.implementation = "chunked"
-        found = parts_of_group(rows.inputs())
-        assert found is not None
-        group, places = found
+        projections = layer.q_proj, layer.k_proj, layer.v_proj
+        channels = jnp.concatenate([linear(x) for linear in projections], axis=-1)[:, 0]
         known = kept(*(jnp.where(seen, a, 0) for a in (k, v)), length)
-        return plain(x, cache=known), rows.of_channels(group(x), places, kept(k, v, length))
+        one, none = jnp.ones_like(length), (None, None)
+        expected = layer.mix(*layer.heads(x, length[:, None]), known, one, *none, False)
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm.scale(jnp.float32), layer.k_norm.scale(jnp.float32)
+        slot, count = (length % S, jnp.minimum(length + 1, S)) if window else (length, length + 1)
+        assert fused_token.takes(channels, k, v, heads, None)
+        place = fused_token.Place(length, slot, count)
+        return expected, fused_token.cached_attention(channels, k, v, place, norms, heads)
 
-    with trusted():
-        (want, known), (y, after) = tokens(x, *(put(a, "bfloat16") for a in cache), put(lengths, jnp.int32))
-    assert calls["cached_heads"] == calls["attention_rows"] == 1
-    rows = slice(0, 2 if window else 1)
-    # Both round queries, keys, weights, what heads see, the gate's product and the result.
-    close(np.asarray(want[rows], np.float64), y[rows], "y", 6, dtype="bfloat16")
-    full = np.concatenate([np.asarray(x[1:], np.float32) for x in (want, y)])
-    assert window or np.isnan(full).all()
+    return tokens, (x, *(put(a, "bfloat16") for a in cache), put(lengths, jnp.int32))
+
+
+LIKE_QWEN = dict(qk_norm="head", rotary_dim=64, output_gate=True, num_kv_heads=2)
+
+
+def check_token(args, found, window):
+    """Compares both results of `token_of_a_layer`. A row whose cache is full changes nothing; a window goes on."""
+    (want, known), (o, *after) = found
+    (_, *cache, lengths), S = args, args[1].shape[1]
+    rows = [b for b, n in enumerate(lengths.tolist()) if window or n < S]
+    # Both round queries, keys, weights and the result; the plain layer also rounds the norm before the rotation.
+    want, o = (np.array(x, np.float64)[rows] for x in (want[:, 0], o))
+    close(want, o, "o", 4, dtype="bfloat16")
     for name, a, b, before in zip("kv", known, after, cache, strict=False):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        # The plain layer rounds the norm before the rotation.
-        close(np.float64(a[rows, 5]), b[rows, 5], name, 2, dtype="bfloat16")
-        close(np.float64(a[1, 0]), b[1, 0], name, 2, dtype="bfloat16")
-        b[0, 5] = b[1, 0] = np.nan
-        before = np.array(before, np.float32)
-        before[0, 5] = before[1, 0] = np.nan
+        a, b, before = (np.array(x, np.float32) for x in (a, b, before))
+        for row in rows:
+            slot = int(lengths[row]) % S
+            close(np.float64(a[row, slot]), b[row, slot], name, 2, dtype="bfloat16")
+            b[row, slot] = before[row, slot] = np.nan
         np.testing.assert_array_equal(b, before)
-    np.testing.assert_array_equal(after.length, lengths + 1)
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [(None, LIKE_QWEN), pytest.param(16, {}, marks=pytest.mark.slow)],
+    ids=["norm, rotation and gate", "a window"],
+)
+def test_a_token_of_a_layer(window, options, monkeypatch):
+    """From the products of its input on: what the layer gives without kernels, and its cache."""
+    calls = layer_kernels.interpret(monkeypatch)
+    monkeypatch.setattr(Config, "default", classmethod(lambda *_: Config(1, 5, ctas=2)))
+    tokens, args = token_of_a_layer(window, options, [5, 16], 16)
+    with trusted():
+        found = tokens(*args)
+    assert calls["cached_heads"] == calls["attention_rows"] == 1
+    check_token(args, found, window)
 
 
 def test_parts_fill_the_multiprocessors():

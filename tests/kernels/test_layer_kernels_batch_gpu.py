@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_harness import close, draws
-from test_layer_kernels_attention import OPERATIONS
+from test_layer_kernels_attention import LIKE_QWEN, OPERATIONS, check_token, token_of_a_layer
 
 from gdn_jax.parts import experts, routing
 from gdn_jax.shapes import Choice
@@ -89,3 +89,22 @@ def test_attention_of_rows(kind, sizes, lengths, S):
     for _ in range(REPEATS):
         np.testing.assert_array_equal(call(*arrays), got)
     close(want, got, "o", 2, dtype="bfloat16")  # weights are rounded, and the result
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "lengths", "S"),
+    [
+        (None, LIKE_QWEN, [131], 192),
+        (None, LIKE_QWEN, [0, 200, 64, 263, 264], 264),
+        (128, {}, [5, 127, 128, 5000], 128),
+    ],
+    ids=["one row", "rows, one of which is full", "windows"],
+)
+def test_a_token_of_a_layer(window, options, lengths, S):
+    """From the products of its input on, with the heads of Qwen3.5 0.8B: what the layer gives without kernels."""
+    tokens, args = token_of_a_layer(window, options, lengths, S, K=256, H=8)
+    assert tokens.lower(*args).as_text().count("mosaic_gpu") >= 2
+    found = tokens(*args)
+    check_token(args, found, window)
+    for a, b in zip(found[1], tokens(*args)[1], strict=True):
+        np.testing.assert_array_equal(a, b)
