@@ -16,7 +16,7 @@ class Heads(NamedTuple):
     queries: int
     """Heads of the queries; those of the keys are the cache's."""
     eps: float = 0.0
-    """What the norms of queries and keys add under the root."""
+    """The norms of queries and keys add it under the root."""
     rotary_dim: int = 0
     """Dimensions of a head that are rotated, the first ones; 0: none."""
     theta: float = 1.0
