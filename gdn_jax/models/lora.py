@@ -59,11 +59,16 @@ class LoRALinear(nnx.Linear):
         """The compute dtype, that of `base`."""
         return self.base.dtype
 
+    @property
+    def bias(self) -> Any:  # pyrefly: ignore[bad-override]
+        """That of `base`."""
+        return self.base.bias
+
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S E"]:
         """The projection of x."""
         dtype = self.base.dtype or jnp.promote_types(x.dtype, self.base.param_dtype)
         y = times(self.dot_general, x.astype(dtype), self.kernel.astype(dtype))
-        return y if self.base.bias is None else y + self.base.bias[...].astype(dtype)
+        return y if self.bias is None else y + self.bias[...].astype(dtype)
 
     def merged(self) -> nnx.Linear:
         """`base` with the changed weight."""

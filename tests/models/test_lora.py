@@ -5,10 +5,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from small_layers import drawn
 
 from gdn_jax.hf import load_hf, save_hf
+from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.models.lora import LoRALinear, LoRAParam, add_lora, merge_lora
+from gdn_jax.parts.kernels import FEW_ROWS
 
 ALL = (
     "q_proj",
@@ -72,6 +75,24 @@ def test_a_loaded_model_is_fine_tuned_and_written(tmp_path):
     save_hf(model, tmp_path / "saved")
     loaded = load_hf(tmp_path / "saved")
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), after)
+
+
+def test_long_rows():
+    """Of more than a few tokens a layer multiplies by several weights at once: also by those that change."""
+    layer = drawn(lambda rngs: GatedDeltaNet(16, num_heads=2, head_dim=8, write_start=0.1, rngs=rngs))
+    for name in ("q_proj", "b_proj"):
+        changed = LoRALinear(getattr(layer, name), 2, 1.0, rngs=nnx.Rngs(0))
+        changed.b[...] = jax.device_put(np.ones(changed.b.shape, np.float32))
+        setattr(layer, name, changed)
+    x = jax.device_put(np.random.default_rng(0).standard_normal((1, FEW_ROWS + 4, 16)).astype(np.float32))
+
+    @nnx.jit
+    def outputs(layer, x):
+        merged = nnx.clone(layer)
+        merged.q_proj, merged.b_proj = merged.q_proj.merged(), merged.b_proj.merged()
+        return layer(x)[0], merged(x)[0]
+
+    np.testing.assert_array_equal(*outputs(layer, x))
 
 
 @pytest.mark.slow
