@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,8 +20,7 @@ from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swig
 from gdn_jax.parts import eight_bits
 from gdn_jax.parts.kernels import FEW_ROWS, usable
 from gdn_jax.parts.norms import add_norm
-from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, times, transposed_product
-from gdn_jax.parts.swiglu import gated
+from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, times
 from gdn_jax.shapes import accumulation_dtype
 
 Initializer = Callable[..., jax.Array]
@@ -222,8 +220,6 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """[..., hidden_size] to [..., hidden_size] in the compute dtype."""
-        if isinstance(self.gate_proj, ProjectionOfGroup):
-            return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
         return array_of(self._product(x, *self._branches()))
 
     def from_stream(
@@ -246,64 +242,16 @@ class SwiGLU(nnx.Module):
         return swiglu_on_mesh(x, gate, up, down, product=product, implementation=self.implementation)
 
 
-class ProjectionGroup(nnx.Module):
-    """Projections of one input as one product, its weight [outputs, D] as a GPU reads it fastest for few rows.
+@runtime_checkable
+class Projection(Protocol):
+    """A projection of a layer: an `nnx.Linear`, or what stands in its place in a copy for inference."""
 
-    XLA makes one kernel of a row's products and their sums. From weights [D, outputs] it would write all products
-    before it sums them, which moves three times the bytes.
+    bias: Any
+    out_features: int
 
-    Args:
-      linears: the projections, of one dtype.
-      fill: outputs that are 0, before those of the last projection.
-    """
-
-    def __init__(self, linears: Sequence[nnx.Linear], fill: int = 0):
-        self.dtype = linears[0].dtype
-        *kernels, last = [linear.kernel[...].T for linear in linears]
-        weight = jnp.concatenate([*kernels, jnp.zeros((fill, last.shape[1]), last.dtype), last])
-        # Else XLA would leave the weights as they lie and transpose them in name only.
-        self.weight = nnx.Param(with_layout_constraint(weight, Layout((0, 1))))
-
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
-        """The results of all projections side by side, without a bias."""
-        weight = self.weight[...]
-        dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
-        return transposed_product(x.astype(dtype), weight.astype(dtype), dtype)
-
-
-class ProjectionOfGroup(nnx.Module):
-    """One projection of a `ProjectionGroup`.
-
-    Under jit the calls of all of them with one input are one product.
-
-    Args:
-      group: the group.
-      start: where the projection's outputs begin in those of the group.
-      linear: the projection.
-    """
-
-    def __init__(self, group: ProjectionGroup, start: int, linear: nnx.Linear):
-        self.group = group
-        self.start, self.stop = start, start + linear.out_features
-        self.bias = linear.bias
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the group is this projection alone, without a bias."""
-        return self.bias is None and (self.start, self.stop) == (0, self.group.weight.shape[0])
-
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
-        """The projection of x."""
-        return with_bias(self.group(x)[..., self.start : self.stop], self)
-
-
-Projection = nnx.Linear | ProjectionOfGroup
-"""A projection of a layer, as it was made or in a copy for single tokens."""
-
-
-def width_of(linear: Projection) -> int:
-    """Number of a projection's outputs."""
-    return linear.out_features if isinstance(linear, nnx.Linear) else linear.stop - linear.start
+    def __call__(self, x: jax.Array, /) -> jax.Array:
+        """The projection of an array's last axis."""
+        ...
 
 
 def set_product(part: nnx.Module, product: Any) -> None:
@@ -384,45 +332,6 @@ def is_one_product(x: jax.Array | jax.ShapeDtypeStruct, linears: Sequence[Projec
     """Whether `shared_products` makes one product of each group of these."""
     own = all(isinstance(linear, nnx.Linear) for linear in linears)
     return own and not splits_heads() and math.prod(x.shape[:-1]) > FEW_ROWS
-
-
-def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> None:
-    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`.
-
-    Args:
-      part: the module.
-      names: its projections.
-      unit: the group is filled up with zeros to a multiple of so many outputs.
-    """
-    present = [name for name in names if type(getattr(part, name, None)) is nnx.Linear]
-    linears = [getattr(part, name) for name in present]
-    if not linears or any(linear.dtype != linears[0].dtype for linear in linears):
-        return
-    fill = -sum(linear.out_features for linear in linears) % unit
-    group, start = ProjectionGroup(linears, fill), 0
-    for name, linear in zip(present, linears, strict=True):
-        start += fill if linear is linears[-1] else 0
-        setattr(part, name, ProjectionOfGroup(group, start, linear))
-        start += linear.out_features
-
-
-def group_of(linears: Sequence[Projection]) -> ProjectionGroup | None:
-    """The group whose outputs begin with those of these projections, without a bias and one behind the other."""
-    start, groups = 0, []
-    for linear in linears:
-        if not isinstance(linear, ProjectionOfGroup) or linear.start != start or linear.bias is not None:
-            return None
-        start = linear.stop
-        groups.append(linear.group)
-    return groups[0] if all(group is groups[0] for group in groups) else None
-
-
-def parts_of_group(linears: Sequence[Projection]) -> tuple[ProjectionGroup, list[slice]] | None:
-    """The group of all these projections, which have no bias, and their places in it; None where there is none."""
-    own = [x for x in linears if isinstance(x, ProjectionOfGroup) and x.bias is None]
-    if len(own) < len(linears) or any(x.group is not own[0].group for x in own):
-        return None
-    return own[0].group, [slice(x.start, x.stop) for x in own]
 
 
 def bias_free_linears(dtype, param_dtype, kernel_init, out_kernel_init, rngs):

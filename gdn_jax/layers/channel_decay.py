@@ -31,10 +31,9 @@ from gdn_jax.layers.mixer import (
 )
 from gdn_jax.layers.options import check_positive
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
-from gdn_jax.layers.stacks import ProjectionStack, stack_of
 from gdn_jax.parallel.token_shards import DELTA_RULE
 from gdn_jax.parts.channel_gates import channel_gates
-from gdn_jax.parts.norms import gated_norm, gated_norm_of_channels
+from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.short_conv import KeyHeads
 from gdn_jax.rule.ops import delta_step
 from gdn_jax.shapes import ArgumentError, check_choice
@@ -124,8 +123,6 @@ class ChannelDecayMixer(RecurrentMixer):
 
     by_channels = True
     activation: ClassVar[str] = "sigmoid"
-    last_factors: ProjectionStack | None = None
-    """The second factors to the decay and to the output gate as one product, in a copy for single tokens."""
 
     def __init__(
         self,
@@ -151,7 +148,7 @@ class ChannelDecayMixer(RecurrentMixer):
         self.lower_bound = lower_bound if gate == "lower_bound" else None
         super().__init__(hidden_size, num_heads, num_v_heads, head_dim, expand_v, allow_neg_eigval, **common)
         if output_gate_bias:
-            last = self._factors("g")[-1]
+            last = self.factors("g")[-1]
             blocks.add_bias(last, jnp.zeros(last.out_features, self.param_dtype))
 
     def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
@@ -186,39 +183,10 @@ class ChannelDecayMixer(RecurrentMixer):
         """See `RecurrentMixer.can_be_served`."""
         return self.use_short_conv
 
-    def _factors(self, name: str) -> list[Any]:
+    def factors(self, name: str) -> list[Any]:
         """The projections to the decay, "f", or to the output gate, "g", one behind the other."""
         names = (f"{name}_proj", f"{name}_a_proj", f"{name}_b_proj")
         return [getattr(self, name) for name in names if hasattr(self, name)]
-
-    def multiply_factors(self) -> None:
-        """Makes one projection of the two factors to the decay, and to the output gate, in place, for single tokens.
-
-        A kernel of one row that takes the whole layer reads more bytes then, and waits for nothing in between.
-        """
-        for name in "fg":
-            if len(pair := self._factors(name)) == 2:
-                first, last = pair
-                product = jnp.dot(first.kernel[...], last.kernel[...], precision="highest")
-                whole = nnx.clone(last)
-                whole.kernel.set_value(product.astype(last.kernel.dtype))
-                whole.in_features = first.in_features
-                delattr(self, f"{name}_a_proj")
-                delattr(self, f"{name}_b_proj")
-                setattr(self, f"{name}_proj", whole)
-
-    def join_factors(self) -> None:
-        """See `RecurrentMixer.join_factors`: the second factors to the decay and to the output gate."""
-        pairs = [self._factors(name) for name in "fg"]
-        stack = stack_of([pair[-1] for pair in pairs]) if all(len(pair) == 2 for pair in pairs) else None
-        if stack is not None:
-            self.last_factors = stack
-
-    def _joined_factors(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"] | None:
-        """Raw decays and output gates side by side, in a copy of the layer whose last factors are one product."""
-        if self.last_factors is None:
-            return None
-        return self.last_factors([self._factors(name)[0](x) for name in "fg"])
 
     def in_common(self, x: Float[Array, "B T D"]) -> dict[str, Any]:
         """See `RecurrentMixer.in_common`: the first factors to the decay and to the output gate, and the logits.
@@ -226,7 +194,7 @@ class ChannelDecayMixer(RecurrentMixer):
         Their gradient of x is one product, too, in the place of two and a sum. Where one of both has a single factor,
         as wide as keys or values, they stay products of their own.
         """
-        f, g = self._factors("f"), self._factors("g")
+        f, g = self.factors("f"), self.factors("g")
         linears = (f[0], *self.strength_projections(), g[0])
         if len(f) == 1 or len(g) == 1 or not blocks.is_one_product(x, linears):
             return {}
@@ -237,22 +205,20 @@ class ChannelDecayMixer(RecurrentMixer):
     def _side_by_side(self, x: Float[Array, "B T D"], linears: Sequence[Any]) -> list[Array]:
         """Results of projections of x, from one product."""
         [joined] = blocks.shared_products(x, [linears], self.dtype)
-        ends = list(itertools.accumulate(blocks.width_of(linear) for linear in linears))
+        ends = list(itertools.accumulate(linear.out_features for linear in linears))
         return jnp.split(joined, ends[:-1], axis=-1)
 
     def raw_gates(
         self, x: Float[Array, "B T D"], first: FirstFactors | None = None
     ) -> tuple[Array, Array, Array | None]:
         """See `RecurrentMixer.raw_gates`: f [B, T, HV, K] and the logits of the strengths. first: of `in_common`."""
-        linear, *rest = self._factors("f")
+        linear, *rest = self.factors("f")
         if first is None:
             f, *logits = self._side_by_side(x, (linear, *self.strength_projections()))
         else:
             f, logits = first.f, first.logits
-        both = self._joined_factors(x)
-        for linear in rest if both is None else ():
+        for linear in rest:
             f = linear(f)
-        f = f if both is None else both[..., : self.num_v_heads * self.head_dim]
         f = f.reshape(*f.shape[:2], self.num_v_heads, self.head_dim)
         return f, *self._logits(*logits)
 
@@ -313,14 +279,12 @@ class ChannelDecayMixer(RecurrentMixer):
         self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"], first: FirstFactors | None = None
     ) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
-        both, gate, linears = self._joined_factors(x), x, self._factors("g")
-        if both is not None:
-            return self._gated_output(partial(gated_norm_of_channels, activation=self.activation), o, both)
+        gate, linears = x, self.factors("g")
         if first is not None:
             gate, linears = first.g, linears[1:]
         for linear in linears:
             gate = linear(gate)
-        return self._gated_output(partial(gated_norm, activation=self.activation), o, gate.reshape(o.shape))
+        return self.gated_output(partial(gated_norm, activation=self.activation), o, gate.reshape(o.shape))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The Gated DeltaNet token mixer as a flax.nnx module.
 
-A call goes one of three ways. Two are for kernels: whole rows without a past as one operation, `parts.mixer`, and one
-token of every row on states that are changed in place, `parts.token`. `layers.recurrent` does all else,
-`rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
+A call goes one of two ways. Whole rows without a past may be one operation by kernels, `parts.mixer`.
+`layers.recurrent` does all else, `rule_inputs`, the rule and `rule_output`, of which any part may still be a kernel.
 """
 
 import dataclasses
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -18,15 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax import rules
 from gdn_jax.gates import log_decay, write_strength
 from gdn_jax.layers import blocks
-from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm, normalise_first
+from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at_start
 from gdn_jax.layers.options import check_sizes
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
-from gdn_jax.parts import mixer, token, token_step
-from gdn_jax.parts.kernels import is_whole
+from gdn_jax.parts import mixer
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.products import Addend
-from gdn_jax.parts.short_conv import KeyHeads, split_normalized
+from gdn_jax.parts.short_conv import KeyHeads
 from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
 
@@ -64,8 +61,8 @@ class GatedDeltaNet(RecurrentMixer):
         all else stays, and so do the parameters (those of a gate that the rule does not read have no effect).
       norm_eps: of the RMSNorm.
       dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the delta rules, see `gated_delta_rule`. Other parts, and one token with a cache, are
-        kernels where they can, but not with "chunked" or "recurrent"; with "mosaic_gpu" a part without kernels warns.
+      implementation: of the delta rules, see `gated_delta_rule`. Other parts are kernels where they can, but not with
+        "chunked" or "recurrent"; with "mosaic_gpu" a part without kernels warns.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
@@ -155,7 +152,7 @@ class GatedDeltaNet(RecurrentMixer):
         if self.g_proj is None:
             o = self.o_norm(o).astype(o.dtype)
             return self.o_proj(o.reshape(*o.shape[:2], self.num_v_heads * self.head_v_dim))
-        return self._gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
+        return self.gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
 
     def project(
         self, x: Float[Array, "B T D"]
@@ -211,9 +208,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _rule(self):
         return partial(self.rule, normalized=True, implementation=self.implementation, layer=self.layer)
 
-    def _by_kernels(self, x, cache, segment_ids, return_cache):
-        if cache is not None:
-            return self._one_token(x, cache)
+    def _as_one_operation(self, x, segment_ids, return_cache):
         if (found := self._as_one(x)) is None:
             return None
         sizes, weights = found
@@ -238,66 +233,6 @@ class GatedDeltaNet(RecurrentMixer):
         parameters = filters, self.A_log[...], self.dt_bias[...], None if bias is None else bias[...]
         inputs, norm = mixer.side_by_side(sizes, before, gate), self.o_norm.scale(jnp.float32)
         return sizes, mixer.Weights(inputs, *parameters, norm, output)
-
-    def _one_token(self, x, cache):
-        """`__call__` of one token of every row by `parts.token`; None where its kernels do not take it."""
-        if x.shape[1] > 1 or self.rule != GATED_DELTA:
-            return None
-        group, doubled = self._group(), self.allow_neg_eigval
-        if self.conv_weight is not None and is_whole(x, *cache):
-            first = 0 if group is None else self.conv_dim
-            heads = token.Heads(self.num_heads, first, first + self.num_v_heads)
-            if token.takes(jax.eval_shape(self._token, x, cache), heads, self.implementation):
-                arrays = self._token(x, cache)
-                o, *after = token.mix_token(arrays, heads, allow_neg_eigval=doubled)
-                o = o[:, None]
-                if self._ends_in_gate(group):
-                    channels = arrays.channels[:, None]
-                    return self._gated_output_of_channels(o, channels), GatedDeltaNetCache(*after)
-                return self.rule_output(o, x), GatedDeltaNetCache(*after)
-        *shapes, _ = jax.eval_shape(self._step_inputs, x, cache.conv)
-        if not token_step.takes(*shapes, state=cache.state, implementation=self.implementation):
-            return None
-        *inputs, conv = self._step_inputs(x, cache.conv)
-        o, state = token_step.token_step(*inputs, state=cache.state, allow_neg_eigval=doubled)
-        return self.rule_output(o[:, None], x), GatedDeltaNetCache(conv, state)
-
-    def _group(self) -> blocks.ProjectionGroup | None:
-        """The product that all projections of x are parts of, in a copy of the layer for single tokens."""
-        return blocks.group_of((self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj))
-
-    def _ends_in_gate(self, group: blocks.ProjectionGroup | None) -> bool:
-        """Whether the output gate is the last part of a product, without a bias."""
-        gate = self.g_proj
-        if group is None or not isinstance(gate, ProjectionOfGroup) or gate.group is not group:
-            return False
-        return gate.bias is None and gate.stop == group.weight.shape[0]
-
-    def token_gates(self) -> token.HeadGates | None:
-        """See `RecurrentMixer.token_gates`."""
-        if self.rule != GATED_DELTA or self.conv_weight is None or not self._ends_in_gate(self._group()):
-            return None
-        heads = token.Heads(self.num_heads, self.conv_dim, self.conv_dim + self.num_v_heads)
-        return token.HeadGates(heads, self.allow_neg_eigval)
-
-    def _token(self, x, cache) -> token.Token:
-        """Arrays that `parts.token.mix_token` takes."""
-        group = self._group()
-        if group is None:
-            groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
-            channels, gates = blocks.shared_products(x, groups, self.dtype)
-        else:
-            channels = gates = group(x)
-        parameters = *self.filters(), self.A_log[...], self.dt_bias[...]
-        return token.Token(channels[:, 0], gates[:, 0], *parameters, *cache)
-
-    def _step_inputs(self, x, past):
-        """Arrays that `parts.token_step` takes before the states, and the new convolution state."""
-        qkv, a, b = self.project(x)
-        y, past = self._convolve_token(qkv, past, None)
-        q, k, v = split_normalized(y[:, 0], self.num_heads, self.head_dim, normalize=False)
-        v = v.reshape(-1, self.num_v_heads, self.head_v_dim)
-        return q, k, v, a[:, 0], b[:, 0], self.A_log[...], self.dt_bias[...], past
 
     def _check_call(self, x, cache, mask, segment_ids, cu_seqlens, return_cache):
         super()._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)

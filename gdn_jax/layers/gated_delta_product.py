@@ -147,7 +147,7 @@ class GatedDeltaProduct(RecurrentMixer):
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""
-        return self._gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
+        return self.gated_output(gated_norm, o, self.g_proj(x).reshape(o.shape))
 
 
 @dataclasses.dataclass(frozen=True)

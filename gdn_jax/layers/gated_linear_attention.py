@@ -30,10 +30,6 @@ class GatedLinearAttention(KimiDeltaAttention):
     def _logits(self, *logits: Array) -> tuple[Array, Array | None]:
         return jnp.full_like(logits[0], -jnp.inf), logits[0]
 
-    def token_gates(self) -> None:
-        """See `RecurrentMixer.token_gates`: the kernel erases what it writes over."""
-        return None
-
     def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
         """See `ChannelDecayMixer.strengths`: nothing is erased; w is what is written."""
         assert w is not None

@@ -9,7 +9,6 @@ flax's own layers. Norms, gates, the convolution's sums and the recurrent state 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Required, TypedDict
 
 import jax
@@ -20,14 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.gates import init_A_log, init_dt_bias, logit
 from gdn_jax.layers import blocks
-from gdn_jax.layers.blocks import ProjectionOfGroup, RMSNorm
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.layers.options import check_sizes, value_width
 from gdn_jax.layers.padding import check_rows, clear_padding, convolve_tokens
 from gdn_jax.parallel.head_shards import causal_conv1d_on_mesh, short_conv_on_mesh
-from gdn_jax.parts import delta_layer, heads_product
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.conv import causal_conv1d_update
-from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import PLAIN
 from gdn_jax.parts.short_conv import KeyHeads, split_normalized
 from gdn_jax.shapes import accumulation_dtype, check_array, check_type
@@ -226,8 +222,8 @@ class RecurrentMixer(nnx.Module):
         """
         self._check_call(x, cache, mask, segment_ids, cu_seqlens, return_cache)
         x, segment_ids = clear_padding(x, mask, segment_ids, cu_seqlens)
-        if mask is None and cu_seqlens is None:
-            if (found := self._by_kernels(x, cache, segment_ids, return_cache)) is not None:
+        if cache is None and mask is None and cu_seqlens is None:
+            if (found := self._as_one_operation(x, segment_ids, return_cache)) is not None:
                 return found
         past, state = (None, None) if cache is None else cache
         packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
@@ -300,24 +296,6 @@ class RecurrentMixer(nnx.Module):
         """The raw inputs a, b and w of the gates, as `serving.decode` takes them behind the tokens."""
         raise NotImplementedError
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
-    def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`."""
-        group = blocks.group_of((self.q_proj, self.k_proj, self.v_proj))
-        groups = group, getattr(self.o_proj, "group", None)
-        weights = [group.weight for group in groups if group is not None]
-        return weights if len(weights) == len(groups) else []
-
-    def token_gates(self) -> delta_layer.Gates | None:
-        """Heads and gates as `parts.delta_layer` takes them, of a copy for single tokens all of whose projections of
-        x are one product, which ends in the output gate. None of another, and of a rule that has no such kernel."""
-        return None
-
-    def join_factors(self) -> None:
-        """Makes one product of projections of different inputs, in place, for single tokens."""
-
     def gates(
         self, a: Array, b: Array, w: Array | None
     ) -> tuple[Array, Array | None, Array | None, Array | None]:
@@ -352,7 +330,7 @@ class RecurrentMixer(nnx.Module):
             assert isinstance(linear, nnx.Linear)
             blocks.add_bias(linear, jnp.full(linear.out_features, logit(write_start), self.param_dtype))
 
-    def _gated_output(self, norm, o, gate):
+    def gated_output(self, norm: Callable[..., Array], o: Float[Array, "B T HO V"], gate: Array) -> Array:
         """The output projection of norm(o, gate, ..), one of those in `parts.norms`."""
         weight = self.o_norm.scale(jnp.float32)
         options: Any = dict(eps=self.o_norm.eps, implementation=self.implementation)
@@ -360,21 +338,9 @@ class RecurrentMixer(nnx.Module):
             return norm(o, gate, weight, self.o_proj.kernel[...], **options)
         return self.o_proj(norm(o, gate, weight, **options).reshape(*o.shape[:2], -1))
 
-    def _gated_output_of_channels(
-        self, o: Float[Array, "B 1 H V"], channels: Float[Array, "B 1 C"]
-    ) -> Float[Array, "B 1 D"]:
-        """`_gated_output` of a token whose gates are the last of some channels, where they lie."""
-        weight, row, last = self.o_norm.scale(jnp.float32), o.reshape(-1, o.shape[-1]), self.o_proj
-        if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
-            matrix = last.group.weight[...]
-            if heads_product.takes(row, channels.shape[-1], matrix, self.implementation):
-                static: Any = dict(eps=self.o_norm.eps, activation=self.activation, ahead=read_ahead(self, 2))
-                return heads_product.heads_product(row, channels.reshape(-1), weight, matrix, **static)[None]
-        return self._gated_output(partial(gated_norm_of_channels, activation=self.activation), o, channels)
-
-    def _by_kernels(self, x, cache, segment_ids, return_cache) -> Any:
+    def _as_one_operation(self, x, segment_ids, return_cache) -> Any:
         """`__call__` of whole rows by kernels that join its parts; None where there are none or they cannot."""
-        del x, cache, segment_ids, return_cache
+        del x, segment_ids, return_cache
         return None
 
     def _is_a_token(self, x, past, cu_seqlens) -> bool:
@@ -396,7 +362,7 @@ class RecurrentMixer(nnx.Module):
     def _convolve(self, x, past, mask, segment_ids, cu_seqlens):
         """Channels [B, T, conv_dim] behind the convolution in plain JAX, and its new state."""
         if self._is_a_token(x, past, cu_seqlens):
-            return self._convolve_token(x, past, mask)
+            return self.convolve_token(x, past, mask)
         if self.conv_weight is None:
             N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             return _silu(x), jnp.zeros((N, self.conv_dim, 0), x.dtype)
@@ -405,8 +371,13 @@ class RecurrentMixer(nnx.Module):
         options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
         return causal_conv1d_on_mesh(x, *self.filters(), **options)
 
-    def _convolve_token(self, x, past, mask):
-        """`_convolve` of one token, which leaves the state as it is where it is padding."""
+    def convolve_token(
+        self,
+        x: Float[Array, "B 1 conv_dim"],
+        past: Float[Array, "B conv_dim W1"],
+        mask: Bool[Array, "B 1"] | None = None,
+    ) -> tuple[Float[Array, "B 1 conv_dim"], Float[Array, "B conv_dim W1"]]:
+        """Channels of a token behind the convolution, and its new state, as it was where the token is padding."""
         if self.conv_weight is None:
             return _silu(x), past
         y, state = causal_conv1d_update(x[:, 0], past, *self.filters())

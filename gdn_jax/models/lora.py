@@ -61,7 +61,7 @@ class LoRALinear(nnx.Linear):
 
     @property
     def bias(self) -> Any:  # pyrefly: ignore[bad-override]
-        """That of `base`."""
+        """The bias of `base`, or None."""
         return self.base.bias
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S E"]:

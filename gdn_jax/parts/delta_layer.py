@@ -1,32 +1,14 @@
 """A layer of the delta rule, with a decay of each head or channel, for one token of one row, in one kernel."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import is_whole, token_op, usable
+from gdn_jax.parts.token import Gates
 from gdn_jax.shapes import Convolution
-
-
-@runtime_checkable
-class Gates(Protocol):
-    """The heads and gates of a layer, besides its arrays: `token.HeadGates` or `channel_token.ChannelGates`."""
-
-    @property
-    def places(self) -> tuple[int, int, int]:
-        """Heads of q, and of k, and the first channels of the raw inputs of decays and strengths."""
-        ...
-
-    @property
-    def allow_neg_eigval(self) -> bool:
-        """Whether beta = 2 sigmoid(b)."""
-        ...
-
-    def kernel_decay(self) -> Any:
-        """The decay as the kernel takes it, see `pallas_kernels.token.decays`."""
-        ...
 
 
 class Layer(NamedTuple):
@@ -64,8 +46,8 @@ def _places(layer: Layer, gates: Gates):
     """Where the channels lie, as the kernel takes it."""
     from pallas_kernels.token.heads import Places
 
-    (_, HV, K, V), (H, decay, strength) = layer.state.shape, gates.places
-    return Places(0, H * K, 2 * H * K, decay, strength, layer.inputs.shape[0] - HV * V)
+    (_, HV, K, V), H = layer.state.shape, gates.H
+    return Places(0, H * K, 2 * H * K, gates.decay, gates.strength, layer.inputs.shape[0] - HV * V)
 
 
 def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: str | None) -> bool:

@@ -4,6 +4,9 @@
 they lie. On a mesh, and without a convolution, `parts.token_step` is the rule alone.
 """
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,33 +16,67 @@ from jaxtyping import Array, Float
 from gdn_jax.parts.kernels import token_op, usable
 
 
-class Heads(NamedTuple):
-    """Places at which `mix_token` finds the parts of a token."""
+@dataclasses.dataclass(frozen=True)
+class Gates:
+    """The heads and gates of a layer, besides its arrays.
+
+    Fields:
+      H: heads of q, and of k, which are the first channels; those of v follow.
+      decay, strength: first channels of the raw inputs of decays and strengths in their arrays.
+      allow_neg_eigval: whether beta = 2 sigmoid(b).
+    """
 
     H: int
-    """Heads of q, and of k, which are the first channels; those of v follow."""
-    a: int
-    """First channel of a in the array of the gates."""
-    b: int
-
-
-class HeadGates(NamedTuple):
-    """The heads and gates of a layer, besides its arrays."""
-
-    heads: Heads
+    decay: int
+    strength: int
     allow_neg_eigval: bool = False
-    """Whether beta = 2 sigmoid(b)."""
-
-    @property
-    def places(self) -> tuple[int, int, int]:
-        """See `delta_layer.Gates.places`."""
-        return self.heads
 
     def kernel_decay(self) -> Any:
-        """See `delta_layer.Gates.kernel_decay`."""
+        """The decay as the kernel of a whole layer takes it, see `pallas_kernels.token.decays`."""
+        raise NotImplementedError
+
+    def step(self) -> Callable[..., tuple[Array, Array]]:
+        """The kernel of the rule, of `pallas_kernels.decode`."""
+        raise NotImplementedError
+
+
+class HeadGates(Gates):
+    """A decay of each head, g = -exp(A_log) softplus(a + dt_bias)."""
+
+    def kernel_decay(self) -> Any:
+        """See `Gates.kernel_decay`."""
         from pallas_kernels.token.decays import HeadDecay
 
         return HeadDecay()
+
+    def step(self) -> Callable[..., tuple[Array, Array]]:
+        """See `Gates.step`."""
+        from pallas_kernels.decode.step import step_of_channels
+
+        return step_of_channels
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelGates(Gates):
+    """A decay of each channel, g = channel_log_decay(f, A_log, dt_bias, lower_bound).
+
+    Fields:
+      lower_bound: the strongest log decay of the bounded gate; None for the other gate, see `channel_log_decay`.
+    """
+
+    lower_bound: float | None = None
+
+    def kernel_decay(self) -> Any:
+        """See `Gates.kernel_decay`."""
+        from pallas_kernels.token.decays import ChannelDecay
+
+        return ChannelDecay(self.lower_bound)
+
+    def step(self) -> Callable[..., tuple[Array, Array]]:
+        """See `Gates.step`."""
+        from pallas_kernels.decode.channel_step import channel_step
+
+        return partial(channel_step, lower_bound=self.lower_bound)
 
 
 class Token(NamedTuple):
@@ -47,69 +84,78 @@ class Token(NamedTuple):
 
     channels: Float[Array, "B C"]
     """Products of the layer's input: q, k and v before the convolution, then any others."""
-    gates: Float[Array, "B G"]
-    """Array in which a and b lie; may be `channels` itself."""
-    weight: Float[Array, "D W"]
-    """Filters of the convolution, of the D channels of q, k and v."""
+    decay: Float[Array, "B F"]
+    """Array in which the raw inputs of the decays lie, [HV] or [HV, K]; may be `channels` itself."""
+    strength: Float[Array, "B G"]
+    """Array in which the raw inputs of the strengths lie; may be `channels` itself."""
+    weight: Float[Array, "D W"] | None
+    """Filters of the convolution, of the D channels of q, k and v; None where these have passed through it."""
     bias: Float[Array, " D"] | None
-    A_log: Float[Array, " HV"]
-    dt_bias: Float[Array, " HV"]
+    A_log: Float[Array, " HV"] | None
+    dt_bias: Float[Array, "HV *K"]
     conv_state: Float[Array, "B D W1"]
     """Inputs before the token, oldest first."""
     state: Float[Array, "B HV K V"]
     """States of the rule before the token."""
 
 
-def takes(token: Token, heads: Heads, implementation: str | None) -> bool:
+def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
     """Whether the kernels take a call of `mix_token`, from the shapes of its arrays, for which `is_whole` is true."""
     from pallas_kernels.decode import conv_update, step
 
     if any(x is not None and x.dtype == jnp.float64 for x in token):
         return False
     (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
-    q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((heads.H, K), (HV, V)))
-    reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
+    q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
+    reason = None
+    if token.weight is not None:
+        reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
     reason = reason or step.check_supported(q, q, v, token.state)
     return usable(implementation, part="the step of a token", reason=reason)
 
 
 def mix_token(
-    token: Token, heads: Heads, *, allow_neg_eigval: bool = False
+    token: Token, gates: Gates
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
-    """One token of every row by two kernels, which change both states where they lie.
+    """One token of every row by two kernels, or one after the convolution, which change states where they lie.
 
-        [q | k | v] = silu(conv(channels))
+        [q | k | v] = silu(conv(channels));   q and k to unit length;   beta = sigmoid(b)
+        S <- exp(g) S, of each head or key channel;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
 
-    and `token_step` of that. A loop that carries the states has them changed where they lie; elsewhere XLA copies
-    them.
+    A loop that carries the states has them changed where they lie; elsewhere XLA copies them.
 
     Args:
-      token: arrays for which `is_whole` and `takes` are true.
-      heads: where the parts lie.
-      allow_neg_eigval: beta = 2 sigmoid(b).
+      token: arrays for which `takes` is true.
+      gates: heads and gates of the layer.
 
     Returns:
-      o in the channels' dtype, and both states after the token in their dtypes. Numerics: float32, rounded behind the
+      o in the channels' dtype, and both states after the token in their dtypes. Numerics: float32, rounded after the
       convolution and at the end.
     """
-    return _mix_token((heads, allow_neg_eigval), token)
+    return _mix(gates, token)
 
 
-def _mix_by_kernels(static, token: Token):
+def _by_kernels(gates: Gates, token: Token):
+    from pallas_kernels.device.launch import compiled
+
+    return compiled(_run, None)(gates, token)  # by itself: layers of a model share it
+
+
+def _run(gates: Gates, token: Token):
     from pallas_kernels.decode.conv_update import conv_update
-    from pallas_kernels.decode.step import Channels, step_of_channels
+    from pallas_kernels.decode.step import Channels
 
-    heads, allow_neg_eigval = static
     everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
-    filters = token.weight, token.bias
-    qkv, conv_state = conv_update(token.channels, token.conv_state, *filters, **everywhere)
-    (HV, K), H = token.state.shape[1:3], heads.H
+    qkv, conv_state = token.channels, token.conv_state
+    if token.weight is not None:
+        qkv, conv_state = conv_update(qkv, conv_state, token.weight, token.bias, **everywhere)
+    (HV, K), H = token.state.shape[1:3], gates.H
     options: dict[str, Any] = {"A_log": token.A_log, "dt_bias": token.dt_bias, "scale": K**-0.5}
-    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, heads.a, heads.b)}
-    qkv, gates = qkv[:, None], token.gates[:, None]
-    options |= {"allow_neg_eigval": allow_neg_eigval} | everywhere
-    o, state = step_of_channels(qkv, qkv, qkv, gates, gates, token.state, **options)
+    options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, gates.decay, gates.strength)}
+    options |= {"allow_neg_eigval": gates.allow_neg_eigval} | everywhere
+    qkv, decay, strength = qkv[:, None], token.decay[:, None], token.strength[:, None]
+    o, state = gates.step()(qkv, qkv, qkv, decay, strength, token.state, **options)
     return o[:, 0], conv_state, state
 
 
-_mix_token = token_op(_mix_by_kernels)
+_mix = token_op(_by_kernels)

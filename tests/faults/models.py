@@ -248,8 +248,8 @@ FAULTS = (
     ),
     Fault(
         "one kernel's token of GLA erases what it writes over",
-        "def token_gates(self) -> None:",
-        "def no_token_gates(self) -> None:",
+        "GatedLinearAttention: RecurrentRows.of,",
+        "GatedLinearAttention: ChannelRows.of,",
         "tests/kernels/test_layers_of_a_row.py::test_layers_that_no_kernel_of_a_token_takes",
     ),
     Fault(

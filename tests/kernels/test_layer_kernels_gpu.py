@@ -16,6 +16,7 @@ from layer_kernels import check_one_operation, dense_gradients
 from gdn_jax import losses
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, KimiDeltaAttention
 from gdn_jax.models import LanguageModel, ModelConfig, generate
+from gdn_jax.models.inference.recurrent import ChannelRows, HeadRows
 from gdn_jax.parts import channel_gates, embedding, experts, norms, routing, swiglu
 from gdn_jax.parts.short_conv import short_conv
 from gdn_jax.shapes import Choice
@@ -274,13 +275,14 @@ def test_norm_of_a_few_rows(rows):
     close(expected_n, n, "n")
 
 
-@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention])
+@pytest.mark.parametrize(("kind", "rows"), [(GatedDeltaNet, HeadRows), (KimiDeltaAttention, ChannelRows)])
 @pytest.mark.parametrize("B", [1, 3, 64])
-def test_tokens_of_a_layer(B, kind):
+def test_tokens_of_a_layer(B, kind, rows):
     """Ten tokens in a loop, whose kernel changes states where they lie, and one whose caller keeps the cache: near
     the plain layer, and the same bits in every call."""
     sizes = dict(num_heads=2, num_v_heads=4, head_dim=128, expand_v=1.0)
     layers = [kind(256, **sizes, implementation=i, rngs=nnx.Rngs(0)) for i in (None, "recurrent")]
+    layers[0] = rows(layers[0])
     draw = draws(B)
     cache = GatedDeltaNetCache(draw(B, 1024, 3), draw(B, 4, 128, 128))
     xs = draw(10, B, 1, 256)

@@ -21,10 +21,10 @@ from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference.call import Call
-from gdn_jax.models.inference.dense import DenseRow
+from gdn_jax.models.inference.dense import DenseRow, DenseRows
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
-from gdn_jax.models.inference.recurrent import DeltaRow, group
+from gdn_jax.models.inference.program import ROWS
 from gdn_jax.models.latent import LatentAttention
 from pallas_kernels.decode import channel_step, conv_update, step
 from pallas_kernels.layer import (
@@ -66,7 +66,7 @@ def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: i
     cache = RecurrentCache(draw(1, layer.conv_dim, 3), draw(1, layer.num_v_heads, 64, 64))
     norm = RMSNorm(hidden, implementation="chunked")
     want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
-    layer = DeltaRow.of(layer, Call(1, from_stream=True))
+    layer = ROWS[mixed.layer](layer, Call(1, from_stream=True))
     for module, name in mixed.others:
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
     after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
@@ -110,9 +110,7 @@ def test_a_layer_in_one_kernel(small, monkeypatch, mixed):
 def test_layers_that_no_kernel_of_a_token_takes(layer, options, takes):
     """In a copy for one row: those with other projections or another rule than the kernel has."""
     made = layer(8, num_heads=1, head_dim=4, expand_v=1.0, **options, rngs=nnx.Rngs(0))
-    assert made.token_gates() is None
-    group(made)
-    assert (made.token_gates() is not None) == takes
+    assert (ROWS[layer](made, Call(2, True)).gates() is not None) == takes
 
 
 @pytest.mark.slow
@@ -192,7 +190,7 @@ def test_a_swiglu_of_one_row(small, monkeypatch):
     draw = draws(2)
     x, y = draw(1, 1, 512), draw(1, 1, 512, dtype="bfloat16")
     want, row = from_stream(plain)(norm, x, y), DenseRow.of(layer, Call(1, True))
-    assert isinstance(row, DenseRow) and isinstance(DenseRow.of(nnx.clone(plain), Call(1, True)), SwiGLU)
+    assert isinstance(row, DenseRow) and isinstance(DenseRow.of(nnx.clone(plain), Call(1, True)), DenseRows)
     got = from_stream(row)(norm, x, y)
     assert small == {"dense_stream": 1}
     close(want[0], got[0], "stream")

@@ -22,7 +22,6 @@ from gdn_jax.commands import cli
 from gdn_jax.hf import save_hf
 from gdn_jax.inspect.analysis import layer_half_lives, memory_horizon, model_rule_inputs
 from gdn_jax.layers import KimiDeltaAttention
-from gdn_jax.layers.blocks import ProjectionGroup
 from gdn_jax.layers.gated_delta_product import DeltaProduct
 from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.layers.table import TOKEN_MIXERS
@@ -30,7 +29,13 @@ from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.models.costs import layer_costs, parameters
 from gdn_jax.models.inference import program
-from gdn_jax.models.inference.recurrent import DeltaRow
+from gdn_jax.models.inference.projections import (
+    ProjectionGroup,
+    ProjectionOfGroup,
+    ProjectionOfStack,
+    multiply_factors,
+)
+from gdn_jax.models.inference.recurrent import FACTORS, DeltaRow
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import ServedModel
 from gdn_jax.parallel import sharding
@@ -92,7 +97,7 @@ def test_a_row_equals_its_tokens(mixer, monkeypatch):
     single = program.for_decoding(program.for_inference(model), 1)
     assert any(isinstance(part, ProjectionGroup) for _, part in nnx.iter_modules(single))
     own, (first, *_, last_read) = single.blocks[0].mixer, single.blocks[0].mixer.ahead
-    assert first is own.q_proj.group.weight and last_read is single.head
+    assert first is own.mixer.q_proj.group.weight and last_read is single.head
     for t in range(5):
         one, cache = call(single, tokens[:, t : t + 1], cache)
         logits.append(one)
@@ -117,9 +122,8 @@ def test_factors_are_multiplied_for_the_kernel_of_a_whole_layer(sizes, rows, mul
     with trusted():
         mixer = nnx.eval_shape(copied).blocks[0].mixer
     assert isinstance(mixer, DeltaRow) == multiplied
-    mixer = mixer.mixer if multiplied else mixer
-    assert hasattr(mixer, "g_proj") == hasattr(mixer, "f_proj") == multiplied
-    assert hasattr(mixer, "g_a_proj") != multiplied
+    kinds = {type(getattr(mixer.mixer, f"{name}_proj")) for name in "fg"}
+    assert kinds == {ProjectionOfGroup if multiplied else ProjectionOfStack}
 
 
 def test_the_product_of_factors_is_the_layer():
@@ -129,7 +133,7 @@ def test_the_product_of_factors_is_the_layer():
     @nnx.jit
     def both(layer, x):
         whole = nnx.clone(layer)
-        whole.multiply_factors()
+        multiply_factors(whole, FACTORS)
         return layer(x)[0], whole(x)[0]
 
     assert_close(*both(layer, x), F32)

@@ -11,11 +11,12 @@ from programs import eqns
 from small_layers import drawn
 from small_models import made
 
-from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm
+from gdn_jax.layers.blocks import RMSNorm
 from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.config import ExpertsConfig, LatentAttentionConfig
 from gdn_jax.models.inference import program
 from gdn_jax.models.inference.program import for_decoding, for_inference
+from gdn_jax.models.inference.projections import ProjectionGroup
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.models.presets import PRESETS
 
@@ -130,9 +131,7 @@ def test_tokens_of_attention(attention, monkeypatch):
     monkeypatch.setattr(program, "usable", lambda implementation: True)
     copy = nnx.jit(lambda model: for_decoding(for_inference(model), len(ROW)))(model)
     changed = [type(block.mixer).__name__ for block in copy.blocks]
-    assert changed == (
-        ["AttentionRows", "WindowRows"] if attention is None else ["LatentRows", "GatedDeltaNet"]
-    )
+    assert changed == (["AttentionRows", "WindowRows"] if attention is None else ["LatentRows", "HeadRows"])
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
     for t in range(ROW.shape[1]):
         one, cache = step(copy, ROW[:, t : t + 1], cache)

@@ -1,5 +1,5 @@
-"""One token of a layer with a decay of each channel by kernels, without a GPU: interpreted, and left
-to plain JAX where they do not take it."""
+"""One token of a layer with a decay of each channel in a copy for single tokens, by kernels, without a GPU:
+interpreted, and left to plain JAX where they do not take it."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,9 @@ from layer_kernels import interpret_tokens
 from small_layers import drawn
 
 from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
-from gdn_jax.layers.blocks import group_projections
-from gdn_jax.models.inference import recurrent
+from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.program import ROWS
+from gdn_jax.models.inference.recurrent import ChannelRows, grouped
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import channel_step, conv_update
 
@@ -38,19 +39,17 @@ def inputs(B=3):
 
 @pytest.mark.parametrize("name", ["softplus", pytest.param("bound", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "grouped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["grouped", "apart"]
+    "together", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["grouped", "apart"]
 )
-def test_token_of_a_layer(name, grouped, monkeypatch):
+def test_token_of_a_layer(name, together, monkeypatch):
     """It is that of the plain layer, also where the projections are one product, as in generation."""
     x, cache = inputs()
     expected = call(layer_of(implementation="chunked", **OPTIONS[name]), x, cache)
     layer = layer_of(**OPTIONS[name])
-    if grouped:
-        group_projections(layer, recurrent.INPUTS, layer.head_v_dim)
-        layer.join_factors()
+    rows = ChannelRows(grouped(layer) if together else layer)
     calls = interpret_tokens(monkeypatch, *TOKENS)
     with trusted():
-        y, after = layer(x, cache=cache)
+        y, after = rows(x, cache=cache)
     assert calls == ["conv_update", "channel_step"]
     close(expected[0], y, "y")
     close(expected[1].state, after.state, "state")
@@ -61,5 +60,5 @@ def test_what_erases_nothing_runs_in_plain_jax(monkeypatch):
     """The kernel erases what it writes."""
     calls = interpret_tokens(monkeypatch, *TOKENS)
     with trusted():
-        y, _ = call(layer_of(GatedLinearAttention), *inputs())
+        y, _ = call(ROWS[GatedLinearAttention](layer_of(GatedLinearAttention), Call(3, True)), *inputs())
     assert not calls and np.isfinite(y).all()

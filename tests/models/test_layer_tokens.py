@@ -1,5 +1,5 @@
-"""One token of a layer by the kernels of decoding and of its convolution, without a GPU: interpreted, lowered, and
-left to plain JAX where they do not take it."""
+"""One token of a Gated DeltaNet in a copy for single tokens, by the kernels of decoding and of its convolution,
+without a GPU: interpreted, lowered, and left to plain JAX where they do not take it."""
 
 import functools
 
@@ -13,9 +13,10 @@ from fused_harness import close, close_windows, draws
 from layer_kernels import INTERPRET, interpret_tokens
 from small_layers import drawn
 
-from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache, recurrent
-from gdn_jax.layers.blocks import group_projections
-from gdn_jax.models.inference.recurrent import INPUTS
+from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
+from gdn_jax.models.inference import recurrent
+from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.recurrent import HeadRows, grouped
 from gdn_jax.parts import norms
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.decode import conv_update, step
@@ -25,12 +26,18 @@ TOKENS = (conv_update, "conv_update"), (step, "step_of_channels")
 
 
 def token_layer(implementation=None, **options):
-    """A small layer whose token the kernel of decoding takes, and a function from its input and cache."""
+    """A small layer whose token the kernel of decoding takes, and a function from its input and cache: with a name of
+    an implementation of the layer itself, else of the layer in a copy for single tokens."""
     sizes = dict(num_heads=2, num_v_heads=4, head_dim=32, expand_v=1.0, conv_bias=True)
     options |= dict(implementation=implementation)
     layer = drawn(lambda rngs: GatedDeltaNet(64, **sizes, **options, rngs=rngs))
     graphdef, params = nnx.split(layer)
-    return params, lambda params, x, cache: nnx.merge(graphdef, params)(x, cache=cache)
+
+    def call(params, x, cache):
+        layer = nnx.merge(graphdef, params)
+        return (layer if implementation else HeadRows(layer))(x, cache=cache)
+
+    return params, call
 
 
 def token_inputs(params, B=3):
@@ -61,22 +68,24 @@ def test_token_of_a_layer(options, whole, monkeypatch):
     close_windows(expected[1].conv, cache.conv)
 
 
-def grouped_layer():
+def grouped_layer(**options):
     """The layer as generation has it: all projections of its input are one product, and its kernels' channels."""
-    sizes = dict(num_heads=2, head_dim=32, expand_v=1.0)
+    sizes = dict(num_heads=2, head_dim=32, expand_v=1.0, **options)
     graphdef, params = nnx.split(drawn(lambda rngs: GatedDeltaNet(64, **sizes, rngs=rngs)))
-    layer = nnx.merge(graphdef, params)
-    group_projections(layer, INPUTS, layer.head_v_dim)
+    layer = HeadRows(grouped(nnx.merge(graphdef, params)))
     return params, lambda params, *args: nnx.merge(graphdef, params)(*args[:1], cache=args[1]), layer
 
 
 @pytest.mark.slow
-def test_token_of_a_layer_with_one_product(monkeypatch):
-    """The kernels read every projection in the one product, and so does the gated norm."""
-    params, plain, layer = grouped_layer()
+@pytest.mark.parametrize("start", [None, 0.1])
+def test_token_of_a_layer_with_one_product(start, monkeypatch):
+    """The kernels read every projection in the one product, and so does the gated norm; strengths with a bias have an
+    array of their own."""
+    params, plain, layer = grouped_layer(write_start=start)
     x, cache = draws(0)(3, 1, 64), GatedDeltaNetCache(draws(1)(3, 192, 3), draws(2)(3, 2, 32, 32))
     expected = jax.jit(plain)(params, x, cache)
-    assert layer.g_proj.stop == layer.g_proj.group.weight[...].shape[0] == 288 and layer.b_proj.stop == 196
+    own = layer.mixer
+    assert own.g_proj.stop == own.g_proj.group.weight[...].shape[0] == 288 and own.b_proj.stop == 196
     of_channels = norms.gated_norm_of_channels
     gates = []
 
@@ -129,7 +138,7 @@ def test_tokens_that_the_kernel_does_not_take(why):
     """They run in plain JAX."""
     options = {"rule": {"rule": "delta"}, "implementation": {"implementation": "chunked"}}.get(why, {})
     sizes = dict(num_heads=2, head_dim=24 if why == "head_dim" else 32, expand_v=1.0)
-    layer = drawn(lambda rngs: GatedDeltaNet(64, **sizes, **options, rngs=rngs))
+    layer = HeadRows.of(drawn(lambda rngs: GatedDeltaNet(64, **sizes, **options, rngs=rngs)), Call(2, True))
     mask = jax.device_put(np.ones((2, 1), bool)) if why == "mask" else None
     x = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
     with trusted():

@@ -222,6 +222,7 @@ ROOMS: dict[str, set[str]] = {
         "parts.products",
         "parts",
         "parallel",
+        "rules",
         "layers.blocks",
         "layers",
         "models.attention",

@@ -11,8 +11,7 @@ from fused_harness import draws
 from fused_oracle import wide
 
 from gdn_jax.parts import delta_layer as fused
-from gdn_jax.parts.channel_token import ChannelGates
-from gdn_jax.parts.token import HeadGates, Heads
+from gdn_jax.parts.token import ChannelGates, HeadGates
 from gdn_jax.shapes import Choice, Convolution
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
@@ -171,7 +170,7 @@ def _softplus(x):
 
 
 HEADS = Decay(
-    lambda H, HV, first, K, doubled: HeadGates(Heads(H, first, first + HV), doubled),
+    lambda H, HV, first, K, doubled: HeadGates(H, first, first + HV, doubled),
     lambda HV, K: HV,
     lambda HV, K: (HV,),
     lambda x, A_log: (-np.exp(A_log) * _softplus(x))[:, None],
@@ -179,7 +178,7 @@ HEADS = Decay(
 )
 BOUND = -5.0
 CHANNELS = Decay(
-    lambda H, HV, first, K, doubled: ChannelGates(H, first, first + HV * K, BOUND, doubled),
+    lambda H, HV, first, K, doubled: ChannelGates(H, first, first + HV * K, doubled, BOUND),
     lambda HV, K: HV * K,
     lambda HV, K: (HV, K),
     lambda x, A_log: BOUND * fused_oracle.sigmoid(np.exp(A_log)[:, None] * x),

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.layers.blocks import Projection, RMSNorm, group_projections, normalise_first, parts_of_group
+from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
 from gdn_jax.models.attention import Attention, AttentionCache, WindowCache
 from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.projections import group_of, group_projections
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import row_product
 from gdn_jax.parts.ahead import read_ahead
@@ -59,13 +60,17 @@ class AttentionRows(Attention):
         return_cache: bool = False,
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
         """See `layers.blocks.from_stream`."""
-        found = parts_of_group(self.inputs())
-        if found is None or cache is None or mask is not None or segment_ids is not None:
+        inputs: list[Any] = self.inputs()
+        if (
+            (group := group_of(inputs)) is None
+            or cache is None
+            or mask is not None
+            or segment_ids is not None
+        ):
             options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
             return normalise_first(self, norm, x, y, **options)
         self._check_call(x, cache, mask, segment_ids, return_cache)
-        group, places = found
-        weight = group.weight[...]
+        weight, places = group.weight[...], [slice(linear.start, linear.stop) for linear in inputs]
         if row_product.takes(x, weight, self.implementation):
             static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
             x, _, channels, _ = row_product.stream_product(
@@ -100,8 +105,9 @@ class AttentionRows(Attention):
 
     def token_weights(self) -> list[nnx.Param]:
         """See `parts.ahead.Reader.token_weights`."""
-        found, last = parts_of_group(self.inputs()), getattr(self.o_proj, "group", None)
-        return [] if found is None or last is None else [found[0].weight, last.weight]
+        groups = group_of(self.inputs()), getattr(self.o_proj, "group", None)
+        weights = [group.weight for group in groups if group is not None]
+        return weights if len(weights) == len(groups) else []
 
 
 class WindowRows(AttentionRows, WindowAttention):

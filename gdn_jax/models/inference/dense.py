@@ -1,16 +1,34 @@
-"""The SwiGLU of a block for one row: the sum, the norm and the MLP are one kernel."""
+"""The SwiGLU of a block for single tokens: of one row the sum, the norm and the MLP are one kernel."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.layers.blocks import ProjectionGroup, RMSNorm, SwiGLU, group_projections, normalise_first
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
 from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.projections import ProjectionGroup
 from gdn_jax.parts import dense_stream
 from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.swiglu import gated
+
+
+class DenseRows(nnx.Module):
+    """A SwiGLU whose branches are one product.
+
+    Args:
+      mlp: the SwiGLU, of a copy for inference.
+    """
+
+    def __init__(self, mlp: SwiGLU):
+        self.branches = ProjectionGroup((mlp.gate_proj, mlp.up_proj))
+        self.down = ProjectionGroup((mlp.down_proj,))
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+        """The MLP, see `SwiGLU`."""
+        y, F = self.branches(x), self.down.weight.shape[1]
+        return self.down(gated(y[..., :F], y[..., F:]))
 
 
 class DenseRow(nnx.Module):
@@ -27,21 +45,16 @@ class DenseRow(nnx.Module):
         self.implementation = mlp.implementation
 
     @classmethod
-    def of(cls, mlp: SwiGLU, call: Call) -> "SwiGLU | DenseRow":
-        """The SwiGLU for calls of single tokens: this one where a kernel takes it, else itself with products of
-        groups."""
-        projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        plain = all(type(linear) is nnx.Linear and linear.bias is None for linear in projections)
-        if plain and call.rows == 1 and call.from_stream:
+    def of(cls, mlp: SwiGLU, call: Call) -> "DenseRows | DenseRow":
+        """The SwiGLU for calls of single tokens: this one where a kernel takes it."""
+        if call.rows == 1 and call.from_stream:
             down = mlp.down_proj.kernel[...]
             row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * len(down)))
             if dense_stream.takes(row, gate_up, down, mlp.implementation):
                 return cls(mlp)
         if plain:
             _fill(mlp)
-        for names in (("gate_proj", "up_proj"), ("down_proj",)):
-            group_projections(mlp, names)
-        return mlp
+        return DenseRows(mlp)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The MLP of any rows, see `SwiGLU`."""

@@ -8,9 +8,10 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
-from gdn_jax.layers.blocks import RMSNorm, group_projections, normalise_first
+from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.dense import DenseRows
 from gdn_jax.parts import experts as of_row
 from gdn_jax.parts import routing, row_product
 from gdn_jax.parts.ahead import read_ahead
@@ -35,8 +36,7 @@ class ExpertRows(Experts):
         self.router_rows = nnx.Param(weight)
         dtype = self.dtype or self.gate_up[...].dtype
         if self.shared_weights(jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)) is None:
-            for names in (("gate_proj", "up_proj"), ("down_proj",)):
-                group_projections(self.shared, names)
+            self.shared: Any = DenseRows(self.shared)
 
     @classmethod
     def of(cls, experts: Experts, call: Call) -> "ExpertRows":
@@ -78,10 +78,9 @@ class ExpertRows(Experts):
 
     def shared_weights(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
         """The shared expert as the kernels of a row take it; None where they do not."""
-        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
-        if not all(type(linear) is nnx.Linear for linear in linears):
+        if not (kernels := self._shared_kernels()):
             return None
-        shared = SharedExpert(*(linear.kernel[...].astype(rows.dtype) for linear in linears))
+        shared = SharedExpert(*(kernel[...].astype(rows.dtype) for kernel in kernels))
         return shared if of_row.takes(rows, self.gate_up[...], shared, self.implementation) else None
 
     def _routed(self, x, dtype):
@@ -106,8 +105,11 @@ class ExpertRows(Experts):
 
     def token_weights(self) -> list[nnx.Param]:
         """See `parts.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
-        linears = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
-        if not all(type(linear) is nnx.Linear for linear in linears):
+        if not (kernels := self._shared_kernels()):
             return []
-        bias = [] if self.router_bias is None else [self.router_bias]
-        return [self.router_rows, *bias, *(linear.kernel for linear in linears)]
+        return [self.router_rows, *([] if self.router_bias is None else [self.router_bias]), *kernels]
+
+    def _shared_kernels(self) -> list[nnx.Param]:
+        """Weights of the shared expert; none where they are products of groups."""
+        linears = [getattr(self.shared, f"{name}_proj", None) for name in ("gate", "up", "down")]
+        return [linear.kernel for linear in linears if linear is not None]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from gdn_jax.layers import RecurrentMixer
+from gdn_jax.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, RecurrentMixer
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, set_product
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import ReorderedBlock
@@ -19,7 +19,7 @@ from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
-from gdn_jax.models.inference.recurrent import DeltaRow
+from gdn_jax.models.inference.recurrent import ChannelRows, HeadRows, RecurrentRows
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.models.window import WindowAttention
@@ -61,7 +61,10 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 ROWS: dict[type, Callable[[Any, Call], Any]] = {
-    RecurrentMixer: DeltaRow.of,
+    RecurrentMixer: RecurrentRows.of,
+    GatedDeltaNet: HeadRows.of,
+    KimiDeltaAttention: ChannelRows.of,
+    GatedLinearAttention: RecurrentRows.of,
     Attention: AttentionRows.of,
     WindowAttention: WindowRows.of,
     LatentAttention: LatentRows.of,
@@ -70,32 +73,35 @@ ROWS: dict[type, Callable[[Any, Call], Any]] = {
 }
 """A class of a block's parts -> what prepares one for calls of single tokens, in place or as another part."""
 
+ON_MESH: dict[type, Callable[[Any, Call], Any]] = {GatedDeltaNet: HeadRows.on_mesh}
+"""The same on a mesh that splits heads."""
+
 
 def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
     """A copy for single tokens, whose projections of one input are one product of a transposed weight.
 
     Where a GPU reads few rows, its time is the number of its kernels and the bytes of the weights. The copy has
-    weights of its own, and its logits are those of the model but for rounding. Under a mesh, and where our kernels
-    do not run, it is the model itself.
+    weights of its own, and its logits are those of the model but for rounding. On a mesh that splits heads, weights
+    stay as they are. Where our kernels do not run, it is the model itself.
 
     Args:
       model: of `for_inference`; may be traced.
       rows: that have a token in every call.
     """
-    if not usable(model.config.implementation) or splits_heads():
+    if not usable(model.config.implementation):
         return model
-    model = nnx.clone(model)
+    model, table = nnx.clone(model), ON_MESH if splits_heads() else ROWS
     for block in model.blocks:
         call = Call(rows, from_stream=not isinstance(block, ReorderedBlock))
-        block.mixer, block.mlp = (_prepared(part, call) for part in (block.mixer, block.mlp))
+        block.mixer, block.mlp = (_prepared(part, call, table) for part in (block.mixer, block.mlp))
     if rows == 1:
         _look_ahead(model)
     return model
 
 
-def _prepared(part: Any, call: Call) -> Any:
+def _prepared(part: Any, call: Call, table: dict[type, Callable[[Any, Call], Any]]) -> Any:
     """A part of a block for calls of single tokens; one of an unknown class stays as it is."""
-    prepare = next((ROWS[kind] for kind in type(part).__mro__ if kind in ROWS), None)
+    prepare = next((table[kind] for kind in type(part).__mro__ if kind in table), None)
     return part if prepare is None else prepare(part, call)
 
 
