@@ -130,7 +130,8 @@ def wanted(
     """
     o = options.sweep
     trying = o.seeds if o.lr_seeds is None else o.lr_seeds
-    grid = itertools.product(o.lrs, starts(options), range(trying))
+    seeds = range(o.first_seed, o.first_seed + o.seeds)
+    grid = itertools.product(o.lrs, starts(options), seeds[:trying])
     runs = [Run(mixer, lr, seed, scale, *start) for lr, start, seed in grid]
     if trying == o.seeds:
         return runs
@@ -138,5 +139,5 @@ def wanted(
     for start in starts(options):
         if done >= {run for run in runs if run.start == start}:
             [row] = summary.rows(records, [mixer], [scale], metric, [start])
-            runs += [Run(mixer, row.lr, seed, scale, *start) for seed in range(trying, o.seeds)]
+            runs += [Run(mixer, row.lr, seed, scale, *start) for seed in seeds[trying:]]
     return runs

@@ -53,7 +53,9 @@ class GridOptions:
     lrs: Annotated[tuple[float, ...], Distinct, Positive] = (4e-3, 1.2e-2)
     """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""
     seeds: Annotated[int, Positive] = 3
-    """Runs that differ in their initial weights and batches: seeds 0, 1, ..."""
+    """Runs that differ in their initial weights and batches: seeds --first-seed, and the following ones."""
+    first_seed: Annotated[int, Seed, Later] = 0
+    """The first of the seeds. Runs that confirm what others have shown take seeds that these have not."""
     lr_seeds: Annotated[int | None, Positive] = None
     """The first so many seeds try every learning rate, the others the one that was best there. None: all try all."""
     data_seed: Annotated[int, Seed] = 0

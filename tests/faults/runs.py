@@ -144,8 +144,8 @@ FAULTS = (
     ),
     Fault(
         "the remaining seeds try every learning rate",
-        "Run(mixer, row.lr, seed, scale, *start) for seed in range(trying, o.seeds)",
-        "Run(mixer, o.lrs[0], seed, scale, *start) for seed in range(trying, o.seeds)",
+        "Run(mixer, row.lr, seed, scale, *start) for seed in seeds[trying:]",
+        "Run(mixer, o.lrs[0], seed, scale, *start) for seed in seeds[trying:]",
         "tests/sweeps/test_sweep_results.py::test_other_seeds_run_at_the_best_learning_rate",
     ),
     Fault(

@@ -1,0 +1,57 @@
+"""The mixers of `results.erase_and_write` against their equations, and seeds that begin elsewhere."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import nnx
+
+from gdn_jax.layers.gated_delta_net import GatedDeltaNet
+from gdn_jax.sweeps.grid import wanted
+from gdn_jax.sweeps.options import GridOptions, SweepOptions
+from gdn_jax.training.tasks.recall import RecallOptions
+from results.erase_and_write import EraseAndWrite
+
+
+def test_what_is_erased_and_what_is_written_are_apart():
+    options = dict(num_heads=2, head_dim=8, expand_v=1.0, write_start=0.5, rule="delta")
+    x = np.random.default_rng(0).standard_normal((1, 12, 16), np.float32)
+
+    @jax.jit
+    def run(x):
+        layer = EraseAndWrite(16, erase_start=0.06, **options, rngs=nnx.Rngs(0))
+        inputs = layer.rule_inputs(x)[0]
+        plain = GatedDeltaNet.rule_inputs(layer, x)[0]
+        gates = jax.nn.sigmoid(layer.b_proj(x)), jax.nn.sigmoid(layer.w_proj(x))
+        return (
+            plain,
+            gates,
+            layer.apply_rule(inputs)[0],
+            layer(x)[0],
+            layer.rule_output(layer.apply_rule(inputs)[0], x),
+        )
+
+    (q, k, v, _, _), (erase, write), o, y, whole = jax.device_get(run(x))
+    assert abs(erase.mean() - 0.06) < 0.03 and abs(write.mean() - 0.5) < 0.2
+    wanted_o = np.zeros_like(o)
+    for h in range(2):
+        S = np.zeros((8, 8))
+        for t in range(12):
+            S += np.outer(k[0, t, h], write[0, t, h] * v[0, t, h] - erase[0, t, h] * (k[0, t, h] @ S))
+            wanted_o[0, t, h] = q[0, t, h] @ S / np.sqrt(8)
+    np.testing.assert_allclose(o, wanted_o, atol=1e-5)
+    np.testing.assert_allclose(y, whole, atol=1e-6)
+
+
+def test_seeds_begin_where_first_seed_says():
+    grid = GridOptions(mixers=("delta_net",), lrs=(0.1, 0.2), first_seed=10, seeds=3)
+    options = SweepOptions(RecallOptions(), grid)
+    assert {run.seed for run in wanted(options, "delta_net", 1, [], "accuracy")} == {10, 11, 12}
+    few = dataclasses.replace(options, sweep=dataclasses.replace(grid, lr_seeds=1))
+    tried = [run.record() | _scores() for run in wanted(few, "delta_net", 1, [], "accuracy")]
+    assert [run["seed"] for run in tried] == [10, 10]
+    assert [run.seed for run in wanted(few, "delta_net", 1, tried, "accuracy")][2:] == [11, 12]
+
+
+def _scores():
+    return {"val_loss": 1.0, "val_accuracy": 0.5, "test_accuracy": {"2": 0.5}}
