@@ -132,7 +132,9 @@ def score(run: dict, at: str) -> float:
             (0, 0.0),
             *zip(run["curve"]["steps"], next(iter(run["curve"]["accuracy"].values())), strict=True),
         ]
-        i = next(i for i, (_, accuracy) in enumerate(points) if accuracy >= 0.5)
+        i = next((i for i, (_, accuracy) in enumerate(points) if accuracy >= 0.5), None)
+        if i is None:
+            return math.inf
         (step, below), (later, above) = points[i - 1], points[i]
         return step + (later - step) * (0.5 - below) / (above - below)
     if "test_bpb" in run:
@@ -175,6 +177,8 @@ def of_comparison(where: str, runs: str, text: str, each: str = "", p: str = "")
     seeds = [seed for seed in sorted(one) if seed in other]
     if "seeds that learned in both" in runs:
         seeds = [seed for seed in seeds if learned(one[seed]) and learned(other[seed])]
+    if at == "steps to half":
+        seeds = [seed for seed in seeds if max(score(one[seed], at), score(other[seed], at)) < math.inf]
     first = re.search(r"the first (\d+) apart", runs)
     earlier = seeds[: int(first[1])] if first and len(seeds) - int(first[1]) >= 3 else []
     seeds = seeds[len(earlier) :]
@@ -230,6 +234,9 @@ def of_claims() -> Checks:
 def of_findings() -> Checks:
     """The tables of findings 1 and 3."""
     for head, rows, _ in tables(ROOT / "README.md"):
+        if head[0] == "mixers":
+            for row in rows:
+                yield from of_places(*row)
         for row in rows if head[1] in ("recalled of 64", "30M") else ():
             for title, cell in zip(head[1:], row[1:], strict=True):
                 if head[1] == "30M":
@@ -246,6 +253,25 @@ def of_findings() -> Checks:
                 for run, printed in zip(runs, numbers(cell), strict=True):
                     where = f"README.md, finding 1, {row[0]}, {title}, rate {run['lr']:g}"
                     yield where, printed, int(size) * run["test_accuracy"][size]
+
+
+def of_places(mixers: str, rule: str, rate: str, trained: str, recalled: str, eighths: str) -> Checks:
+    """A row of the table of accuracy by place."""
+    where = f"README.md, finding 1, by place, {mixers}, {rule}, {rate}"
+    runs = [
+        run
+        for run in runs_of("recall/place/two*" if mixers == "two" else "recall/place/one", NAMES[rule], 2)
+        if run["lr"] == float(rate)
+    ]
+    of_64 = sorted(score(run, "64") for run in runs)
+    for said, value in zip(trained.split(" to "), (of_64[0], of_64[-1]), strict=True):
+        yield f"{where}, 64 pairs", said, value
+    pairs = sorted(256 * run["test_accuracy"]["256"] for run in runs)
+    for said, value in zip(numbers(recalled), pairs, strict=True):
+        yield f"{where}, recalled of 256", said, value
+    places = zip(*(run["test_accuracy_by"]["place"]["256"] for run in runs), strict=True)
+    for i, (said, part) in enumerate(zip(numbers(eighths), places, strict=True)):
+        yield f"{where}, eighth {i + 1}", said, 100 * statistics.fmean(part)
 
 
 def of_tasks() -> Checks:

@@ -35,6 +35,7 @@ class Panel(NamedTuple):
       curves: mixer and the scores of its seeds by the value along the axis.
       marked: value along the axis that a word stands at, with the word; None: none.
       chance: score of simple methods by name.
+      even: values stand at equal distances along the axis, not at those of their logarithms.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Panel(NamedTuple):
     curves: Sequence[tuple[str, Mapping[Any, list[float]]]]
     marked: tuple[int, str] | None = None
     chance: Mapping[str, float] = MappingProxyType({})
+    even: bool = False
 
 
 def draw_sweep(
@@ -274,7 +276,8 @@ def _draw(axes: Axes, panel: Panel, factor: int) -> None:
     sizes = {x for _, scores in panel.curves for x in scores}
     value, word = panel.marked or (None, "")
     ticks = sorted(sizes | ({value} if value is not None and len(sizes) > 1 else set()))
-    axes.set_xscale("log", base=2)
+    if not panel.even:
+        axes.set_xscale("log", base=2)
     below = "\n" if value in ticks else ""  # labels of as many lines stand at one height
     axes.set_xticks(ticks, [f"{_tick(n)}\n{word}" if n == value else f"{_tick(n)}{below}" for n in ticks])
     axes.minorticks_off()

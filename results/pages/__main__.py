@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
         (root / path).parent.mkdir(exist_ok=True)
         write_text(root / path, made)
     for name, place in numbers.places.items() if draw else ():
-        report.draw(root / place.figure, *numbers.folder(name))
+        if place.figure not in figures.DRAWN:
+            report.draw(root / place.figure, *numbers.folder(name))
     for path, drawn in figures.DRAWN.items() if draw else ():
         (root / path).parent.mkdir(exist_ok=True)
         drawn(numbers, root / path)

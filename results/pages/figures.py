@@ -1,11 +1,20 @@
 """Figures of results/figures/, and of every learning rate of Zoology's setting: one function each."""
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gdn_jax.commands.files import replacing
+from gdn_jax.styles import BLUE, GREY, VERMILION
 from gdn_jax.sweeps import figure
 from gdn_jax.sweeps.figure import Panel
 from gdn_jax.sweeps.report import stored_options, trained_size
+from gdn_jax.sweeps.summary import Row
+from results.erase_and_write import ERASE_STARTS
+from results.pages import apart
 from results.pages.numbers import Numbers
 from results.pages.stored import Arm
 
@@ -70,12 +79,9 @@ def mqar(r: Numbers, path: Path) -> None:
 
 
 def place(r: Numbers, path: Path) -> None:
-    """Accuracy at 256 pairs by the place of the pair as written, with one mixer and with two."""
+    """Accuracy at 256 pairs by the place of the pair as written, with two mixers and with one."""
     panels = []
-    for sweep, title, lrs in (
-        ("two", "two mixers", (0.0032, 0.01)),
-        ("one", "one mixer", (0.01, 0.032)),
-    ):
+    for sweep, title, lrs in (("two*", "two mixers", (0.0032, 0.01)), ("one", "one mixer", (0.01, 0.032))):
         for lr in lrs:
             curves: dict[str, dict[int, list[float]]] = {}
             for line in r.lines(f"recall/place/{sweep}"):
@@ -83,19 +89,13 @@ def place(r: Numbers, path: Path) -> None:
                     scores = curves.setdefault(line["mixer"], {})
                     for i, x in enumerate(line["test_accuracy_by"]["place"]["256"]):
                         scores.setdefault(i + 1, []).append(x)
-            panels.append(
-                Panel(
-                    f"{title}, rate {lr:g}",
-                    "eighth of the pairs as written",
-                    [*curves.items()],
-                    (2, "trained"),
-                )
-            )
+            below = "eighth of the pairs, as written"
+            panels.append(Panel(f"{title}, rate {lr:g}", below, [*curves.items()], (2, "trained"), even=True))
     figure.draw_panels(
         path,
         panels,
         label="recalled of 256 pairs",
-        title="Models of two mixers stop storing after about the pairs of training; models of one mixer do not",
+        title="Most models of two mixers stop storing after about the pairs of training; models of one mixer do not",
         caption="Zoology's MQAR, keys of 64 numbers, trained on 4 to 64 pairs, asked for 256, in eighths of the pairs as "
         f"written, three seeds. {ONE_SEED}",
     )
@@ -119,6 +119,63 @@ def recall(r: Numbers, path: Path) -> None:
         caption="Recall of 4 pairs in 64 tokens while a model trains on 4 to 64 pairs; keys of 16 numbers, 1024 numbers "
         f"of state, learning rate 0.001, seeds 0 to 4. {ONE_SEED}",
     )
+
+
+def erase_and_write(r: Numbers, path: Path) -> None:
+    """Learning curves of the four starts of erasing and writing, and what each seed recalls in the end."""
+    config, lines = r.folder(apart.SWEEP)
+    found = {(ERASE_STARTS[row.mixer], row.start.write_start): row for row in apart.rows(config, lines)}
+    starts = sorted({start for start, _ in found})
+    drawn = Figure(figsize=(9.6, 5.4), dpi=200, layout="constrained")
+    grid = drawn.subplots(2, 3, sharey=True, width_ratios=[1, 1, 0.9])
+    for line, erase, color in zip(grid, starts, (BLUE, VERMILION), strict=True):
+        for axes, write in zip(line, starts, strict=False):
+            _curves(axes, found[erase, write], color)
+            axes.set_title(f"erasing starts at {erase:g}, writing at {write:g}", fontsize=9.5)
+        line[0].set_ylabel("right answers, %")
+        _ends(line[2], {write: found[erase, write] for write in starts}, color)
+        line[2].set_title(f"16 pairs at the end, erasing from {erase:g}", fontsize=9.5)
+    for axes in grid[-1, :2]:
+        axes.set_xlabel("step (4 pairs)")
+    grid[-1, 2].set_xlabel("writing starts at")
+    drawn.suptitle("A weak start helps where it erases little, not where it writes little", fontsize=11)
+    drawn.supxlabel(
+        "DeltaNet with two gates, keys of 16 numbers, learning rate 0.001, seeds 10 to 21. A thin line or a dot is one "
+        "seed, a thick line a median.",
+        fontsize=8,
+    )
+    with replacing(path) as file:
+        drawn.savefig(file, format="png")
+
+
+def _curves(axes: Axes, row: Row, color: str) -> None:
+    """A thin line for each seed, and the median."""
+    steps = row.curves[0]["steps"]
+    seeds = [[100 * x for x in next(iter(curve["accuracy"].values()))] for curve in row.curves]
+    middle = [statistics.median(at) for at in zip(*seeds, strict=True)]
+    for seed in seeds:
+        axes.plot(steps, seed, color=color, lw=0.8, alpha=0.45)
+    axes.plot(steps, middle, color=color, lw=2.2)
+    axes.axhline(50, color=GREY, lw=0.8, ls=":")
+    _plain(axes)
+
+
+def _ends(axes: Axes, found: dict[float, Row], color: str) -> None:
+    """A dot for each seed at 16 pairs, a thin line between the two of a seed, and the medians."""
+    pairs = [[100 * x for x in row.scores[16]] for row in found.values()]
+    for seed in zip(*pairs, strict=True):
+        axes.plot([0, 1], seed, color=color, lw=0.7, marker="o", ms=3.5, alpha=0.45)
+    for x, values in enumerate(pairs):
+        axes.plot([x - 0.16, x + 0.16], 2 * [statistics.median(values)], color=color, lw=2.6)
+    axes.set_xticks([0, 1], [f"{start:g}" for start in found])
+    axes.set_xlim(-0.4, 1.4)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.set_ylim(-3, 103)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def text(r: Numbers, path: Path) -> None:
@@ -247,6 +304,7 @@ DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
     "figures/mqar.png": mqar,
     "figures/place.png": place,
     "figures/recall.png": recall,
+    "recall/apart/figure.png": erase_and_write,
     "figures/text.png": text,
     "figures/parity.png": parity,
     "figures/words.png": words,

@@ -122,7 +122,9 @@ def without_runs(r: Numbers) -> list[str]:
         prose(f"""
         `configs/palindrome.full.json`, `configs/stack.full.json` (more rules than Kimi Linear's, at shorter
         lengths) and `configs/recall_factorial.small.json` have no runs. Of
-        `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules. Of the
+        `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
+        `configs/recall_mqar_place_*.full.json` neither linear attention with one mixer nor, with two, the
+        higher rate of linear attention and of Mamba2's decay: these were cut short. Of the
         five seeds of `configs/text_controls.full.json` all were run of the Transformer and of the hybrid
         without attention, {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid. Of
         the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated
@@ -173,6 +175,7 @@ def how_they_were_run(r: Numbers) -> list[str]:
         `text/30m/first`), nine of `text/100m` of `2bebc27` and three of `8a36315`, the words of S3 of
         `76fac69`, other words and the needle in text of `1530a33`, except Gated DeltaNet at the needle and
         `recall/by_state/first`, which are of `ae1304c`. Nothing that these runs use had changed between.
+        Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already.
         Seven sweeps older than `058cf94`, which changed the weights that a seed draws, are no longer shown,
         as their commands give other numbers today: parity up to 512 bits and its first version for a CPU,
         needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One

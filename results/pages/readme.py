@@ -85,27 +85,37 @@ def finding_1(r: Numbers) -> list[str]:
     ]
 
 
+def by_place(r: Numbers, sweep: str, mixer: str, lr: float) -> list[list[float]]:
+    """Accuracy at 256 pairs in % of each seed, by eighths of the pairs as written."""
+    lines = [x for x in r.lines(f"recall/place/{sweep}") if (x["mixer"], x["lr"]) == (mixer, lr)]
+    return [[100 * x for x in line["test_accuracy_by"]["place"]["256"]] for line in lines]
+
+
 def accuracy_by_place(r: Numbers) -> list[str]:
     names = dict(
         zip(WITH_STATE, ("linear attention", "Mamba2's decay", "DeltaNet", "Gated DeltaNet"), strict=True)
     )
-    rows, later, nearly = [], [], []
-    for sweep, mixers in (("two", "two"), ("one", "one")):
+    rows, later, nearly, first = [], [], [], []
+    for sweep, mixers in (("two*", "two"), ("one", "one")):
         lines = r.lines(f"recall/place/{sweep}")
         for mixer in (name for name in names if any(line["mixer"] == name for line in lines)):
-            for lr in sorted({line["lr"] for line in lines}):
+            for lr in sorted({line["lr"] for line in lines if line["mixer"] == mixer}):
                 runs = [x for x in lines if (x["mixer"], x["lr"]) == (mixer, lr)]
-                parts = [x["test_accuracy_by"]["place"]["256"] for x in runs]
+                parts = by_place(r, sweep, mixer, lr)
                 recalled = sorted(256 * x["test_accuracy"]["256"] for x in runs)
                 trained = [100 * x["test_accuracy"]["64"] for x in runs]
-                means = " ".join(f"{100 * statistics.fmean(part):.0f}" for part in zip(*parts, strict=True))
+                means = " ".join(f"{statistics.fmean(part):.0f}" for part in zip(*parts, strict=True))
                 learned = f"{min(trained):.1f} to {max(trained):.1f}"
                 numbers = " ".join(f"{x:.0f}" for x in recalled)
                 rows.append([mixers, names[mixer], f"{lr:g}", learned, numbers, means])
-                if sweep == "two":
-                    later += [100 * x for part in parts for x in part[4:]]
-                else:
-                    nearly += [100 * (max(part) - min(part)) for part in parts]
+                if mixers == "one":
+                    nearly += [max(part) - min(part) for part in parts]
+                elif mixer != "mamba2":
+                    first += [part[0] for part in parts]
+                    later += [x for part in parts for x in part[4:]]
+    decay = sorted(by_place(r, "two*", "mamba2", 0.0032), key=lambda part: part[-1])
+    pairs = [32 * sum(part) / 100 for part in decay]
+    linear = [x for part in by_place(r, "two*", "linear_attention", 0.0032) for x in part[4:]]
     return [
         "### Accuracy by place",
         "![Accuracy by the place of a pair, with two mixers and with one](figures/place.png)",
@@ -126,26 +136,34 @@ def accuracy_by_place(r: Numbers) -> list[str]:
             rows,
         ),
         prose(f"""
-        *Result.* In models of two mixers the delta rules have nearly all of the first 64 pairs, the most in training,
-        and nearly none of the later ones: from the fifth eighth on no run has more than {max(later):.0f} %. In models
-        of one mixer the same rules recall about as many pairs from every eighth: within a run the best and the worst
-        eighth differ by {min(nearly):.0f} to {max(nearly):.0f} points, and the delta rules hold the last
-        pairs as well as the first or better, and Mamba2's decay holds them worse. So the first is no full memory, and 256 pairs do not measure capacity in
-        models that can count.
+        *Result.* In models of two mixers DeltaNet, Gated DeltaNet and linear attention have nearly all of the
+        first 32 pairs (at least {min(first):.0f} %, each run) and nearly none of the later ones: from the
+        fifth eighth on no run has more than {max(later):.0f} %, and linear attention, whose state forgets and
+        erases nothing, has at most {max(linear):.1f} %. In models of one mixer the rules recall about as many
+        pairs from every eighth: within a run the best and the worst eighth differ by {min(nearly):.0f} to
+        {max(nearly):.0f} points. There the delta rules hold the last pairs about as well as the first, and
+        Mamba2's decay holds them worse. So the loss of the later pairs is not that of a full memory: a state
+        that is too small loses pairs of every place, or the oldest.
 
-        *What is missing.* The two rules without a correction in models of two mixers, and linear attention in models
-        of one, are not in these stored runs; nor are models that are trained on 256 pairs, for which the gap should go
-        if it is a learned stop. The rates differ between the two settings, because one mixer does not learn 64 pairs
-        at the lower ones.
+        Mamba2's decay shows that the seed decides: at one learning rate two seeds recall {pairs[2]:.0f} and
+        {pairs[1]:.0f} of 256 pairs, from every eighth, and the third recalls {pairs[0]:.0f} and none of the
+        last quarter ({decay[0][-1]:.1f} % of the last eighth). All three recall the 64 pairs of training. The
+        same rule with the same state can hold the larger number, so the smaller one is what that model has
+        learned to store, and not its capacity. A ranking of rules by 256 pairs ranks such accidents.
 
-        *What would refute it.* Accuracy by place that is flat in models of two mixers with other seeds, or a gap that
-        stays after training on 256 pairs.
+        *What is missing.* The second learning rate of Mamba2's decay and of linear attention with two mixers;
+        linear attention with one; and models that are trained on 256 pairs, for which the gap should go if it
+        is a learned stop. The rates differ between the two settings, because one mixer does not learn 64
+        pairs at the lower ones. The intervention was not made on models of this size.
+
+        *What would refute it.* Accuracy by place that is flat in models of two mixers of the delta rules with
+        other seeds, or a gap that stays after training on 256 pairs.
         """),
     ]
 
 
 def finding_2(r: Numbers) -> list[str]:
-    start, wide_half, wide, text = OWN[0], OWN[1], OWN[2], OWN[3]
+    start, wide_half, wide, text = (claim_of(name) for name in ("start", "wide_half", "wide", "start_text"))
     ten = "recall/start/ten"
     half = {strength: r.half(ten, "delta_net", 1, 0.001, strength) for strength in (0.5, 0.06)}
     sooner = [gain for key in ("DeltaNet", "Gated") for gain in r.gains(f"wide_half.{key}")]
@@ -154,18 +172,20 @@ def finding_2(r: Numbers) -> list[str]:
     significant = sum(found.sign(r.largest_p) for found in narrow)
     return [
         "## Finding 2: where writes start",
-        "**Delta rules learn recall sooner from weak writes: shown by five seeds, in the same direction but smaller and "
-        "not significant in the five that were added.**",
+        "**Where delta rules learn recall sooner from weak writes, it is because these erase little, not because they write "
+        "little.**",
         prose(f"""
         *Question.* A write of the delta rule also erases. Layers start with a write strength (beta) of 0.5 on
         every token, so with keys of 16 numbers half of the state is gone after {half_life(16, 0.5):.0f}
-        tokens, before anything is learned. Do delta rules learn recall sooner if writes start weak?
+        tokens, before anything is learned. Do delta rules learn recall sooner if writes start weak? And which
+        half of a weak write does it?
         """),
         "![Learning curves of recall by write start](figures/recall.png)",
         prose("""
         *What was done.* We varied the initial write strength alone: 4096 keys and values, up to 64 pairs,
         keys of 16 numbers, 8000 steps, two learning rates. Seeds 0 to 4 were run first, at five starts; seeds
-        5 to 9 were added after a look at them, at 0.06 and 0.5, so they are the test. Then we asked the same
+        5 to 9 were added after a look at them, at 0.06 and 0.5, so they are the test. Then we gave the layer
+        a gate for each half of a write ([below](#erase-and-write-apart)), with new seeds, and asked the same
         with keys of 64 numbers, and in text.
         """),
         own_table(r, [start, wide_half, wide, text]),
@@ -178,11 +198,6 @@ def finding_2(r: Numbers) -> list[str]:
         pairs of seeds; we chose that measure after seeing the runs. In text, with keys of 96 numbers, no gain
         is shown. Mamba2's decay is insensitive to its initial time step (1x or 0.1x).
 
-        *Is erasing the cause?* Not decided. Linear attention erases nothing, and its steps to half do not
-        depend on the start; but some of its seeds gain at 16 pairs from 0.06 ([recall](tasks/recall.md)). A
-        gate that starts at 0.06 also has more room to rise, and with wide keys the constant of the output's
-        norm damps small outputs.
-
         *What would refute it.* New seeds that learn from 0.5 as soon as from 0.06, or a learning rate between
         those tried at which they do.
         """),
@@ -190,17 +205,50 @@ def finding_2(r: Numbers) -> list[str]:
 
 
 def erase_and_write_apart(r: Numbers) -> list[str]:
+    erase, write = claim_of("erase"), claim_of("write")
+    alone, with_both = r.compared("erase.write_50"), r.compared("erase.write_06")
+    little, more = r.compared("write.erase_50"), r.compared("write.erase_06")
+    sooner, later = r.compared("erase.write_50_half"), r.compared("write.erase_50_half")
+    weak, strong = (Arm("recall/apart", f"erase_{name}", start=x) for name, x in (("06", 0.06), ("50", 0.5)))
+    coupled = Comparison("", weak, strong, 16, every_seed=True).outcome(r)
+    assert coupled is not None
     return [
-        "### Erase and write apart (runs to come)",
-        prose("""
-        | | |
-        |---|---|
-        | question | which half of a weak write does it: that it erases little, or that it writes little? |
-        | runs | erase start 0.5 or 0.06 times write start 0.5 or 0.06, with and without decay, keys of 16, two learning rates, 16 new seeds; linear attention with its two write starts |
-        | outcomes, fixed before | accuracy at 16 pairs of every seed; steps to half of 4 pairs |
-        | expected if erasing is the cause | a weak erase alone gains at least 25 points, a weak write alone at most 5 |
-        | refuted by | a weak write alone that gains half as much, or a gain of linear attention whose interval excludes zero |
-        | stored runs | none yet |
+        "### Erase and write apart",
+        "![Learning curves by the start of erasing and of writing](recall/apart/figure.png)",
+        prose(f"""
+        *What was done.* DeltaNet got a gate for what a write erases and one for what it stores, each with a
+        start of its own: 0.5 or 0.06 for erasing, times 0.5 or 0.06 for writing, without decay, keys of 16
+        numbers, learning rate 0.001, {len(alone.gains)} seeds that no earlier run had had. The outcomes were
+        fixed before the runs: accuracy at 16 pairs of every seed, and steps to half of 4 pairs. So was what
+        we expected if erasing is the cause: a weak erase alone gains at least 25 points, a weak write alone
+        at most 5; a weak write alone that gains half as much as a weak erase would refute it.
+        """),
+        own_table(r, [erase, write]),
+        prose(f"""
+        *Result.* A weak start of writing does not help. Where erasing starts at 0.5, it costs
+        {-little.gain:.0f} ± {little.interval:.0f} points at 16 pairs and {-later.gain:.0f} steps; where
+        erasing starts at 0.06 it changes nothing that we can see ({more.gain:+.0f} ± {more.interval:.0f}). A
+        weak start of erasing helps: it gains {with_both.gain:.0f} ± {with_both.interval:.0f} points where
+        writing starts at 0.06, and {alone.gain:.0f} ± {alone.interval:.0f} where writing starts at 0.5; there
+        {sum(x > 0 for x in sooner.gains)} of {len(sooner.gains)} seeds need fewer steps to half, in the mean
+        {sooner.gain:.0f} ± {sooner.interval:.0f} fewer. Both weak, as in a layer with one gate, gain
+        {coupled.gain:.0f} ± {coupled.interval:.0f} points over both strong. So of the two halves of a weak
+        write it is the erasing that counts. A gate that starts at 0.06 also has more room to rise; as the
+        gate for writing has it too, and gains nothing, room in a gate by itself is not the cause.
+
+        *What does not fit.* The gain of a weak erase alone is not the 25 points that we expected, and its
+        interval at 16 pairs includes zero. In {sum(x < 0 for x in alone.gains)} of {len(alone.gains)} seeds
+        it is negative there, though nearly all of the seeds learn sooner.
+        Linear attention erases nothing, and yet some of its seeds gain at 16 pairs from weak writes
+        ([recall](tasks/recall.md)).
+
+        *What is missing.* Sixteen seeds and two learning rates were planned, with and without decay; twelve
+        seeds at one rate without decay were run. More room in the gate of a layer that erases from 0.5, and
+        the epsilon of the norm with wide keys, were not tested: `results/erase_and_write.py` has a mixer for
+        each.
+
+        *What would refute it.* A weak start of writing that gains at another learning rate or with decay; or
+        a gate with more room that gains as much as a weak erase.
         """),
     ]
 
@@ -250,6 +298,11 @@ def finding_3(r: Numbers) -> list[str]:
     ]
 
 
+def claim_of(name: str) -> Claim:
+    """A question of our own, by its name."""
+    return next(claim for claim in OWN if claim.id == name)
+
+
 def cells(r: Numbers, claim: Claim) -> str:
     """What the comparisons of a claim gave, a line for each."""
     return "<br>".join(f"{x.name}: {result(r, x, outcome)}{edges(r, x)}" for _, x, outcome in r.made(claim))
@@ -284,7 +337,7 @@ def reproductions(r: Numbers) -> list[str]:
             theirs = f": {s.theirs}" if s.theirs else ""
             said, source = f"[{claim.says}](claims.md#{claim.id})", f"[{s.paper}]({s.url}), {s.where}{theirs}"
             rows.append([said, f"**{r.verdict(claim)}**", cells(r, claim), source])
-    control = next(claim for claim in OWN if claim.id == "control")
+    control = claim_of("control")
     untested = "; ".join(
         f"[{x.says.rstrip('.')}](claims.md#{x.id}) ({x.source.paper}, {x.source.where}: {x.source.theirs})"
         for x in CLAIMS

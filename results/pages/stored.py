@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from gdn_jax.sweeps import report, summary
 from gdn_jax.sweeps.summary import About, Row, Start
+from results.pages import apart
 
 HALF = "steps to half"
 """In the place of a size of the test: the steps after which a run has half of the first kind right."""
@@ -104,7 +105,8 @@ class Results:
         """The content of every table.md by its path in the results."""
         found: dict[str, str] = {}
         for name, place in self.places.items():
-            table = report.make_table(*self.folder(name))
+            config, lines = self.folder(name)
+            table = (apart if apart.is_own(config) else report).make_table(config, lines)
             path = f"{place.folder}/table.md"
             if place.part is None:
                 found[path] = table

@@ -157,7 +157,8 @@ class Comparison:
     Fields:
       name: what is compared, in words.
       of, than: the arm that the claim favours, and the other one.
-      at: size of the test, "validation", or `HALF` for the steps after which half of the first kind is right.
+      at: size of the test, "validation", or `HALF` for the steps after which half of the first kind is right, of
+        seeds that come to that in both arms.
       every_seed: count the seeds that have learned nothing, too: where learning is the question.
       first: number of seeds that were there before others were added; None: all were run at once.
       post_hoc: the measure was chosen after the runs were seen.
@@ -181,6 +182,8 @@ class Comparison:
         seeds = [seed for seed in one if seed in other]
         if not self.every_seed:
             seeds = [seed for seed in seeds if all(which[seed] for which in learned)]
+        if self.at == HALF:
+            seeds = [seed for seed in seeds if math.isfinite(one[seed]) and math.isfinite(other[seed])]
         better = -1 if self.at == HALF or results.about(self.of.sweep).metric == "bpb" else 1
         tested, earlier = not self.post_hoc, []
         if self.first is not None:

@@ -149,9 +149,9 @@ def what_does_not_fit(r: Numbers) -> list[str]:
         from 0.06: weak writes also steady the training at a high rate. Mamba2's decay is insensitive to its
         initial time step: with a time step of 1, ten times as fast, {r.count_learned(*gate, 1, 0.001, 1.0)}
         of {r.runs(*gate, 1, 0.001, 1.0)} seeds learn at 0.001. So these runs do not show that forgetting of
-        any kind stands in the way. Two other causes are open: a gate that starts at 0.06 has more room to
-        rise than one at 0.5, and the constant of the output's norm damps small outputs. [Okpekpe and
-        Orvieto](https://arxiv.org/abs/2508.19029) find that recurrent models learn this task in a narrow
+        any kind stands in the way. In [a layer with a gate for each half of a
+        write](../README.md#erase-and-write-apart) a weak start of erasing helps and a weak start of writing
+        does not ([table](../recall/apart/table.md)). [Okpekpe and Orvieto](https://arxiv.org/abs/2508.19029) find that recurrent models learn this task in a narrow
         window of learning rates only.
         """),
     ]
