@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from gdn_jax.commands.errors import brief
-from gdn_jax.hf import bailing_hybrid, kimi_linear, lara_mini, olmo_hybrid, qwen3_5, qwen3_next
+from gdn_jax.hf import bailing_hybrid, float8, kimi_linear, lara_mini, olmo_hybrid, qwen3_5, qwen3_next
 from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
 
@@ -42,11 +42,13 @@ class Described(NamedTuple):
       family: of the checkpoint.
       fields: of the decoder: those of `text_config` where there is one.
       nested: whether there is one.
+      quantization: of matrices in 8 bits; None for a checkpoint without them.
     """
 
     family: Family
     fields: Fields
     nested: bool
+    quantization: float8.Float8 | None = None
 
 
 def describe(config: dict[str, Any], where: str) -> Described:
@@ -58,7 +60,7 @@ def describe(config: dict[str, Any], where: str) -> Described:
 
     Raises:
       ValueError: it is no configuration of a model.
-      NotImplementedError: the family, the quantization, or layers with fields of their own are not supported.
+      NotImplementedError: the family, the way of quantization, or layers with fields of their own are not supported.
     """
     text = config.get("text_config")
     nested = isinstance(text, dict)
@@ -70,7 +72,7 @@ def describe(config: dict[str, Any], where: str) -> Described:
         known = ", ".join(name for family in FAMILIES for name in family.model_types)
         reason = OTHERS.get(kind, "only hybrid models of Gated DeltaNet are opened")
         raise NotImplementedError(f"{where}: model_type {brief(kind)}: {reason}. Supported are {known}")
-    Fields(config, {}, where).check_dense_weights()
+    quantization = float8.described(config, where)
     if nested:
         # What stands outside holds for the decoder where it does not say otherwise.
         outside = {
@@ -78,6 +80,7 @@ def describe(config: dict[str, Any], where: str) -> Described:
         }
         config = outside | {name: value for name, value in text.items() if value is not None}
     fields = Fields(config, family.defaults, f"{where}: text_config" if nested else where)
-    fields.check_dense_weights()
+    if nested:
+        fields.check_quantization()
     fields.check_layers_alike()
-    return Described(family, fields, nested)
+    return Described(family, fields, nested, quantization)

@@ -1,6 +1,7 @@
 """The record that a file of a family of checkpoints fills in."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +41,7 @@ class Family:
         such model.
       weights: of the blocks of a model.
       embedding: name of its tensor, behind the prefix.
+      eight_bits: finds the names of matrices that FP8 checkpoints of the family have in 8 bits; None: there are none.
     """
 
     model_types: tuple[str, ...]
@@ -49,3 +51,4 @@ class Family:
     fields: Callable[[ModelConfig], dict[str, Any]]
     weights: Callable[[ModelConfig, Names], Iterator[Weight]]
     embedding: str = "embed_tokens"
+    eight_bits: re.Pattern[str] | None = None

@@ -130,10 +130,9 @@ class Fields:
                 f"{self.where}: per_layer_config: layers with fields of their own are not supported"
             )
 
-    def check_dense_weights(self) -> None:
-        """Raises NotImplementedError for a quantized checkpoint."""
+    def check_quantization(self) -> None:
+        """Raises NotImplementedError for a decoder inside of a model with a quantization of its own."""
         if self.values.get("quantization_config") is not None:
             raise NotImplementedError(
-                f"{self.where}: quantization_config: quantized checkpoints are not supported, their tensors are not "
-                f"the weights"
+                f"{self.where}: quantization_config: it is supported for the whole model only, outside of text_config"
             )

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors, stays_inside
 from gdn_jax.hf.families import Described, describe
 from gdn_jax.hf.family import Family, Names
+from gdn_jax.hf.float8 import Scaled
 from gdn_jax.hf.origin import Origin
 from gdn_jax.hf.tensors import Tensor
 from gdn_jax.hf.weights import Weight, same
@@ -24,6 +25,18 @@ from gdn_jax.models.decoder import LanguageModel
 HEAD = "lm_head.weight"
 
 _SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
+
+
+def tensors_of(folder: Path, described: Described) -> dict[str, Tensor | Scaled]:
+    """The tensors of a checkpoint by name, matrices in 8 bits with their scales; reads headers only.
+
+    Raises:
+      ValueError, NotImplementedError: see `read_tensors` and `Float8.joined`.
+    """
+    tensors = read_tensors(folder)
+    if described.quantization is None:
+        return {**tensors}
+    return described.quantization.joined(folder, tensors)
 
 
 def skipped_of(described: Described, tensors: dict[str, Any], names: Names) -> tuple[str, ...]:
@@ -61,7 +74,8 @@ def load_hf(
       path: folder with config.json and model.safetensors, or with files that an index lists.
       dtype: of weights and products, float32 or bfloat16; None: that of the checkpoint. A_log and dt_bias are float32
         in any case, and so are norms, gates, states and logits.
-      weight_dtype: of the weights, where it is another one than that of products.
+      weight_dtype: of the weights, where it is another one than that of products. An FP8 checkpoint, matrices in E4M3
+        with a scale for each block, is brought to it as it is read, float32(values) * float32(scale) rounded once.
       mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
         divide, the rest is on every one. None: JAX's default device.
       implementation: of the rule, see `gated_delta_rule`.
@@ -72,13 +86,14 @@ def load_hf(
 
     Raises:
       ValueError: the folder holds no whole checkpoint: a file is missing, damaged or cut off, a tensor is missing,
-        unknown or of a wrong shape. Names tensor and file.
-      NotImplementedError: the checkpoint is of another family, quantized, or has a variant that is not supported.
+        unknown or of a wrong shape, a scale is no finite number. Names tensor and file.
+      NotImplementedError: the checkpoint is of another family, quantized in another way than by FP8 blocks, or has a
+        variant that is not supported.
     """
     folder = Path(path)
     found = read_json(folder / CONFIG)
     described = describe(found, str(folder / CONFIG))
-    tensors = read_tensors(folder)
+    tensors = tensors_of(folder, described)
     names = names_of(described, tensors)
     config = config_of(described, dtype, tensors, names)
     kept = config.weight_dtype if weight_dtype is None else weight_dtype
@@ -93,7 +108,9 @@ def load_hf(
     assert not placed, f"parameters that the model does not have: {[*placed]}"
     nnx.replace_by_pure_dict(state, values)
     model = nnx.merge(graphdef, state)
-    read = dict.fromkeys((folder / CONFIG, *(tensor.file for tensor in tensors.values())))
+    read = dict.fromkeys(
+        (folder / CONFIG, *(part.file for tensor in tensors.values() for part in tensor.stored))
+    )
     outside = tuple(file for file in read if not stays_inside(file, folder))
     model.origin = Origin(folder.resolve(), found, names, skipped, outside)
     return model
@@ -108,7 +125,7 @@ def names_of(described: Described, tensors: dict[str, Any]) -> Names:
 
 
 def config_of(
-    described: Described, dtype: DTypeLike | None, tensors: dict[str, Tensor], names: Names
+    described: Described, dtype: DTypeLike | None, tensors: dict[str, Tensor | Scaled], names: Names
 ) -> ModelConfig:
     """The configuration of a checkpoint's model."""
     where = described.fields.where
@@ -119,7 +136,8 @@ def config_of(
                 f"{where}: weights in float16 are computed in another dtype: say dtype='float32' or 'bfloat16'"
             )
     # What is counted is what takes bytes: a tensor with a zero in its shape takes none, however many it tells of.
-    most = sum(tensor.end > tensor.begin for tensor in tensors.values())
+    bytes_ = [part.end - part.begin for tensor in tensors.values() for part in tensor.stored]
+    most = sum(size > 0 for size in bytes_)
     if (layers := described.fields.size("num_hidden_layers")) > most:
         raise ValueError(
             f"{where}: expected at most {most} num_hidden_layers, as there are tensors that hold numbers, got "
@@ -130,7 +148,7 @@ def config_of(
         config = dataclasses.replace(config, dtype=dtype, weight_dtype=dtype)
     except ValueError as error:
         raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
-    size = sum(tensor.end - tensor.begin for tensor in tensors.values())
+    size = sum(bytes_)
     if config.experts is not None and (experts := config.experts.num_experts) > size:
         raise ValueError(
             f"{where}: expected at most {size} num_experts, as there are bytes of tensors, got {experts}"
@@ -142,7 +160,7 @@ def config_of(
     return config
 
 
-def _differ(head: Tensor | None, embedding: Tensor | None) -> bool:
+def _differ(head: Tensor | Scaled | None, embedding: Tensor | Scaled | None) -> bool:
     """Tells whether a checkpoint with a "tied" embedding has a head of its own, which transformers then uses."""
     if head is None or embedding is None:
         return False
@@ -165,7 +183,7 @@ def name_of(key: tuple[Any, ...]) -> str:
 
 
 def check_tensors(
-    folder: Path, plan: Iterable[Weight], tensors: dict[str, Tensor], skipped: tuple[str, ...]
+    folder: Path, plan: Iterable[Weight], tensors: dict[str, Tensor | Scaled], skipped: tuple[str, ...]
 ) -> list[Weight]:
     """The whole plan, of which no more is made than there are tensors.
 
@@ -193,7 +211,7 @@ def check_tensors(
 
 
 def _place(
-    plan: list[Weight], tensors: dict[str, Tensor], shapes: dict[str, Any], mesh: Mesh | None
+    plan: list[Weight], tensors: dict[str, Tensor | Scaled], shapes: dict[str, Any], mesh: Mesh | None
 ) -> Iterator[tuple[str, jax.Array]]:
     """The parameters by name, on their devices."""
     for weight in plan:

@@ -79,6 +79,7 @@ DENSE = Family(
     config=_dense_config,
     fields=_dense_fields,
     weights=_weights,
+    eight_bits=qwen3_next.EIGHT_BITS,
 )
 MOE = Family(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
@@ -87,4 +88,5 @@ MOE = Family(
     config=_moe_config,
     fields=_moe_fields,
     weights=_weights,
+    eight_bits=qwen3_next.EIGHT_BITS,
 )

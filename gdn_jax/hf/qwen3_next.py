@@ -4,6 +4,7 @@ The norms have zero-centred weights, but for the one at the output of a GatedDel
 norm of queries and keys in each head, and partial rotary positions. Source: `modeling_qwen3_next.py` of transformers.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,12 @@ DEFAULTS = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+
+EIGHT_BITS = re.compile(
+    r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj)"
+    r"|mlp\.(experts\.[0-9]+\.|shared_expert\.)?(gate|up|down)_proj)\.weight$"
+)
+"""Names of matrices that FP8 checkpoints of Qwen's hybrid models have in 8 bits; routers and narrow gates stay."""
 
 
 def attention(fields: Fields) -> AttentionConfig:
@@ -266,4 +273,5 @@ FAMILY = Family(
     config=_config,
     fields=_fields,
     weights=_weights,
+    eight_bits=EIGHT_BITS,
 )

@@ -4,22 +4,23 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from gdn_jax.commands.files import replacing, write_text
-from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, read_tensors, stays_inside
-from gdn_jax.hf.families import FAMILIES, describe
+from gdn_jax.hf import float8
+from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, stays_inside
+from gdn_jax.hf.families import FAMILIES, Described, describe
 from gdn_jax.hf.family import Family, Names
-from gdn_jax.hf.load import name_of, weights_of
+from gdn_jax.hf.float8 import Scaled
+from gdn_jax.hf.load import name_of, tensors_of, weights_of
 from gdn_jax.hf.origin import Origin
-from gdn_jax.hf.tensors import DTYPES, Entry, Tensor, write_file
-from gdn_jax.hf.weights import Weight
+from gdn_jax.hf.storage import InBlocks, Part, Plain
+from gdn_jax.hf.tensors import Tensor, write_file
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.lora import LoRALinear
@@ -35,14 +36,13 @@ ARITHMETIC = {"dtype", "residual_dtype", "weight_dtype", "implementation", "rema
 """Fields of a ModelConfig that no checkpoint holds."""
 
 
-class _Part(NamedTuple):
-    """Tensors that are made together, and what makes them, one by one."""
-
-    entries: list[Entry]
-    arrays: Callable[[], Iterator[np.ndarray]]
-
-
-def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+def save_hf(
+    model: LanguageModel,
+    path: str | Path,
+    *,
+    weight_dtype: str | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
     """Writes a checkpoint: config.json and safetensors files.
 
     A loaded model is written in the layout that was read, with the tensors that it does not use and the tokenizer
@@ -53,12 +53,17 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
     Args:
       model: a language model with attention layers.
       path: folder, which must not exist.
+      weight_dtype: of the tensors; None: the model's, float32 or bfloat16. With "float8" Qwen's models are written as
+        their FP8 checkpoints are published: matrices of mixers, SwiGLUs and experts, these one by one, in E4M3 with a
+        bfloat16 scale for each block of 128 x 128, the rest in the model's dtype. A scale brings its block's largest
+        number to 448, and numbers are rounded to nearest.
       max_file_bytes: of one file; beyond that there are several and an index.
 
     Raises:
-      ValueError: the folder exists, the model is no longer the one that was loaded, or it was read through a link out
-        of its folder and out of the hub's cache, to a file that the user may not mean to publish.
-      NotImplementedError: no family has such a model, with the reason for each.
+      ValueError: the folder exists, an option is wrong, the model is no longer the one that was loaded, a weight that
+        is to be written in 8 bits is not finite, or the model was read through a link out of its folder and out of
+        the hub's cache, to a file that the user may not mean to publish.
+      NotImplementedError: no family has such a model, with the reason for each, or the family has no FP8 checkpoints.
     """
     folder = Path(path)
     if folder.exists() or folder.is_symlink():
@@ -70,8 +75,20 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
         raise ValueError(
             f"path: expected no {temporary}: another save_hf writes there, or one was killed and it can be deleted"
         )
+    if weight_dtype not in (None, model.config.weight_dtype, "float8"):
+        raise ValueError(
+            f"weight_dtype: expected {model.config.weight_dtype!r}, as the model is, or 'float8', got "
+            f"{weight_dtype!r}"
+        )
     origin = model.origin
-    family, fields, names = own_family(model.config) if origin is None else _as_read(model.config, origin)
+    described = None if origin is None else describe(origin.config, CONFIG)
+    if origin is None or described is None:
+        family, fields, names = own_family(model.config)
+    else:
+        family, fields, names = described.family, _as_read(model.config, origin, described), origin.names
+    storage: Plain = Plain(np.dtype(model.config.weight_dtype))
+    if weight_dtype == "float8":
+        storage, names = _in_blocks(storage, family, described), Names(names.prefix)  # experts one by one
     plan = [*weights_of(family, model.config, names)]
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
@@ -81,9 +98,10 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
             f"model: expected the parameters of its config, got {sorted(extra)[0]} beside them"
             + ("; call merge_lora first" if changed else "")
         )
-    parts = [_part(weight, params) for weight in plan]
-    skipped = [] if origin is None else _skipped(origin)
-    parts += [_Part([_entry(tensor)], lambda tensor=tensor: iter([tensor.read()])) for tensor in skipped]
+    parts = [part for weight in plan for part in storage.parts(weight, params)]
+    skipped = [] if origin is None or described is None else _skipped(origin, described)
+    parts += [part for tensor in skipped for part in storage.copied(tensor)]
+    fields |= storage.fields([entry for part in parts for entry in part.entries])
     companions = [] if origin is None else _companions(origin)
     temporary.mkdir(parents=True)
     try:
@@ -97,9 +115,18 @@ def save_hf(model: LanguageModel, path: str | Path, *, max_file_bytes: int = 5 *
         raise
 
 
-def _as_read(config: ModelConfig, origin: Origin) -> tuple[Family, dict[str, Any], Names]:
-    """Family, config.json and names of a loaded model."""
-    described = describe(origin.config, CONFIG)
+def _in_blocks(storage: Plain, family: Family, described: Described | None) -> InBlocks:
+    """FP8 blocks of the size that a checkpoint had, or published ones have."""
+    if family.eight_bits is None:
+        raise NotImplementedError(
+            f"weight_dtype: no FP8 checkpoints of {family.architecture} are known, only of Qwen's hybrid models"
+        )
+    known = None if described is None else described.quantization
+    return InBlocks(storage.dtype, float8.BLOCK if known is None else known.block, family.eight_bits)
+
+
+def _as_read(config: ModelConfig, origin: Origin, described: Described) -> dict[str, Any]:
+    """The config.json of a loaded model, without its quantization."""
     theirs = described.family.config(described.fields)
     for field in dataclasses.fields(ModelConfig):
         name = field.name
@@ -113,7 +140,8 @@ def _as_read(config: ModelConfig, origin: Origin) -> tuple[Family, dict[str, Any
         if part is fields or part.keys() & {"dtype", "torch_dtype"}:
             part.pop("torch_dtype", None)
             part["dtype"] = config.weight_dtype
-    return described.family, fields, origin.names
+    fields.pop("quantization_config", None)
+    return fields
 
 
 def own_family(config: ModelConfig) -> tuple[Family, dict[str, Any], Names]:
@@ -160,14 +188,14 @@ def _companions(origin: Origin) -> list[Path]:
     return files
 
 
-def _skipped(origin: Origin) -> list[Tensor]:
+def _skipped(origin: Origin, described: Described) -> list[Tensor | Scaled]:
     """The tensors that a loaded model does not use, where they lie."""
     if not origin.skipped:
         return []
     try:
-        tensors = read_tensors(origin.path)
+        tensors = tensors_of(origin.path, described)
         found = [tensors[name] for name in origin.skipped]
-        for file in {tensor.file for tensor in found}:
+        for file in {part.file for tensor in found for part in tensor.stored}:
             if not stays_inside(file, origin.path):
                 raise ValueError(f"{file} is a link to {file.resolve()}")
         return found
@@ -178,23 +206,13 @@ def _skipped(origin: Origin) -> list[Tensor]:
         ) from None
 
 
-def _entry(tensor: Tensor) -> Entry:
-    if tensor.dtype not in DTYPES:
-        raise NotImplementedError(
-            f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}, cannot copy it"
-        )
-    return Entry(tensor.name, np.dtype(DTYPES[tensor.dtype]), tensor.shape)
+def _write(folder: Path, parts: list[Part], max_file_bytes: int) -> None:
+    """Writes the tensors to one file, or to several and an index.
 
-
-def _part(weight: Weight, params: dict[str, jax.Array]) -> _Part:
-    arrays = [params[name] for name in weight.params]
-    entries = [Entry(name, arrays[0].dtype, shape) for name, shape in weight.tensors.items()]
-    return _Part(entries, lambda: weight.write([np.asarray(array) for array in arrays]))
-
-
-def _write(folder: Path, parts: list[_Part], max_file_bytes: int) -> None:
-    """Writes the tensors to one file, or to several and an index."""
-    files: list[list[_Part]] = [[]]
+    In a file tensors of wide numbers are first: transformers opens none at a place that its dtype's width does not
+    divide.
+    """
+    files: list[list[Part]] = [[]]
     size = 0
     for part in parts:
         more = sum(entry.size for entry in part.entries)
@@ -207,6 +225,7 @@ def _write(folder: Path, parts: list[_Part], max_file_bytes: int) -> None:
     total = 0
     for number, content in enumerate(files, 1):
         name = WEIGHTS if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        content.sort(key=lambda part: -part.entries[0].dtype.itemsize)
         entries = [entry for part in content for entry in part.entries]
         with replacing(folder / name) as stream:
             write_file(stream, entries, (array for part in content for array in part.arrays()))

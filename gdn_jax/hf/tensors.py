@@ -18,6 +18,10 @@ from gdn_jax.commands.files import parse_json
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 """Floating dtypes by their name in a header."""
+FLOAT8 = "F8_E4M3"
+"""The dtype of matrices that need scales, see `float8.py`."""
+STORED = DTYPES | {FLOAT8: jnp.float8_e4m3fn}
+"""Dtypes whose bytes are read and written."""
 
 _MAX_HEADER = 100_000_000  # bytes, as in the package
 _MAX_RANK = 32  # dimensions; with more or larger ones to multiply the count of numbers would take minutes
@@ -41,6 +45,11 @@ class Tensor(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def stored(self) -> "tuple[Tensor, ...]":
+        """The tensors that lie in files for it: itself."""
+        return (self,)
+
     def read(self) -> np.ndarray:
         """The values, in memory of their own.
 
@@ -53,7 +62,15 @@ class Tensor(NamedTuple):
                 f"{self.file}: tensor {self.name} has dtype {self.dtype}; quantized weights and others that are no "
                 f"floating numbers are not supported, only {', '.join(DTYPES)}"
             )
-        dtype, count = np.dtype(DTYPES[self.dtype]), math.prod(self.shape)
+        return self.stored_values()
+
+    def stored_values(self) -> np.ndarray:
+        """The values as `read` has them, also of a dtype of `STORED` that needs scales.
+
+        Raises:
+          ValueError: as `read`.
+        """
+        dtype, count = np.dtype(STORED[self.dtype]), math.prod(self.shape)
         values = np.fromfile(self.file, dtype, count, offset=self.begin)
         if values.size != count:
             raise ValueError(f"{self.file}: expected {count} values of tensor {self.name}, got {values.size}")
@@ -109,7 +126,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
         raise ValueError(
             f"{file}: expected dtype, shape and data_offsets of tensor {name[:200]}, got {brief(entry)}"
         )
-    size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize if dtype in DTYPES else end - begin
+    size = math.prod(shape) * np.dtype(STORED[dtype]).itemsize if dtype in STORED else end - begin
     if end - begin != size:
         raise ValueError(f"{file}: expected {size} bytes of tensor {name}, got {end - begin}")
     return Tensor(name, file, dtype, shape, start + begin, start + end)
@@ -136,7 +153,7 @@ def write_file(stream: BinaryIO, entries: list[Entry], arrays: Iterable[np.ndarr
       entries: names, dtypes and shapes.
       arrays: the values, in the order of the entries.
     """
-    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    names = {np.dtype(dtype): name for name, dtype in STORED.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for entry in entries:

@@ -16,9 +16,9 @@ from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, printable
 from gdn_jax.commands.fields import Positive
 from gdn_jax.commands.tables import print_whole
-from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors
+from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.families import describe
-from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, weights_of
+from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, tensors_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.inspect.analysis import memory_horizon
 from gdn_jax.layers.mixer import MixerCosts, Start
@@ -120,7 +120,7 @@ def _of_preset(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
 def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
     found = read_json(path / CONFIG)
     described = describe(found, str(path / CONFIG))
-    tensors = read_tensors(path)
+    tensors = tensors_of(path, described)
     names = names_of(described, tensors)
     config = config_of(described, None, tensors, names)
     skipped = skipped_of(described, tensors, names)

@@ -81,7 +81,7 @@ def _no_offsets(header):
 
 
 def _quantized(header):
-    header[NORM] |= {"dtype": "F8_E4M3"}
+    header[NORM] |= {"dtype": "F8_E5M2"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_damaged_index_is_named(tmp_path):
         ({"model_type": "llama"}, "model_type 'llama': only hybrid models .* Supported are qwen3_5_text"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config: quantized checkpoints are not",
+            "quantization_config: weight_block_size = None: one scale",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': only 'silu' is supported"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid': only 'swish'"),
@@ -202,7 +202,7 @@ def test_other_refusals(tmp_path):
         load_hf(folder)
     folder = hf_checkpoints.copy("qwen3_5", tmp_path)
     _rewrite(_quantized)(folder)
-    with pytest.raises(NotImplementedError, match=rf"tensor {NORM} has dtype F8_E4M3; quantized weights"):
+    with pytest.raises(NotImplementedError, match=rf"tensor {NORM} has dtype F8_E5M2; quantized weights"):
         load_hf(folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(NotImplementedError, match="pickled weights are not supported"):
