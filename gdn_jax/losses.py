@@ -1,4 +1,4 @@
-"""The loss of a language model from hidden states, without the logits of all tokens in memory.
+"""The loss of a language model and log-probabilities, from hidden states, without the logits of all tokens in memory.
 
 Token t with hidden state x_t, target c_t and label weight a_t has
 
@@ -9,6 +9,9 @@ Token t with hidden state x_t, target c_t and label weight a_t has
 
 The logits' cotangent dl is known as soon as the logits are, so one walk over tiles of tokens gives the loss and both
 gradients, and no logits are kept or computed again. All this is of unit cotangent: the backward pass only scales.
+
+The log-probability of a token is l_t[c_t] - lse_t, minus its loss. Its cotangent is not known before the backward
+pass, which then is that walk, with the cotangents as label weights.
 """
 
 import math
@@ -114,6 +117,52 @@ def linear_softmax_cross_entropy(
     return LossSums(loss, z, correct, jnp.sum(label_weights.astype(dtype)))
 
 
+def token_log_probs(
+    x: Float[Array, "*S D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "*S"],
+    *,
+    label_weights: Float[Array, "*S"] | None = None,
+    tile: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "*S"]:
+    """Log-probability of every target under logits W x, in nats, times its label weight.
+
+    Their sum is minus the loss of `linear_softmax_cross_entropy`. Memory holds the logits of one tile of tokens, in
+    the forward pass and in the backward pass, which computes them again. Divide x by a temperature to have the logits
+    divided by it.
+
+    Args:
+      x: as in `linear_softmax_cross_entropy`, and so are weight, tile and implementation. The forward pass has no
+        kernels, so that its bits are the same with and without differentiation.
+      targets: [..] integers in [0, V). Another value gives NaN where its label weight is not 0.
+      label_weights: [..] any floating dtype; 0 leaves a token out, whatever its target, and gives 0. Default: 1 for
+        every token.
+
+    Returns:
+      [..] float32 (float64 for float64 x). It can be differentiated, once, in x, weight and label_weights.
+
+    Raises:
+      ValueError: an argument has a wrong shape, dtype or value; names it.
+      NotImplementedError: x is float16, in which the small probabilities of dl vanish.
+
+    Numerics: as `linear_softmax_cross_entropy`; a likely token's log-probability keeps its digits near 0.
+    Source: the two walks are those of `linear_softmax_cross_entropy`, without and with gradients.
+    """
+    _check(x, weight, targets, label_weights, 0.0, tile)
+    if label_weights is None:
+        label_weights = jnp.ones(targets.shape, accumulation_dtype(x))
+    found = _log_probs(
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        targets.reshape(-1),
+        label_weights.reshape(-1),
+        default_tile(weight.shape[0]) if tile is None else tile,
+        implementation,
+    )
+    return found.reshape(targets.shape)
+
+
 def default_tile(vocab_size: int) -> int:
     """Tokens of a tile, a power of two.
 
@@ -167,10 +216,30 @@ def _loss_backward(z_loss, tile, implementation, gradients, cotangents):
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _walk(
-    x, weight, targets, label_weights, z_loss, tile, implementation, *, gradients
-) -> tuple[Any, _Gradients | None]:
-    """(loss, z_loss, correct) over tiles of tokens, and the gradients if they are asked for."""
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _log_probs(x, weight, targets, label_weights, tile, implementation):
+    """Weighted log-probabilities [T] of tokens x [T, D]."""
+    return -_walk(x, weight, targets, label_weights, 0.0, tile, implementation, gradients=False)[1]
+
+
+def _log_probs_forward(x, weight, targets, label_weights, tile, implementation):
+    arguments = x, weight, targets, label_weights
+    return _log_probs(*arguments, tile, implementation), arguments
+
+
+def _log_probs_backward(tile, implementation, arguments, cotangents):
+    x, weight, targets, label_weights = arguments
+    factors = -cotangents * label_weights.astype(cotangents.dtype)
+    _, gradients = _walk(x, weight, targets, factors, 0.0, tile, implementation, gradients=True)
+    dlabel_weights = (-cotangents * gradients.label_weights).astype(label_weights.dtype)
+    return gradients.x, gradients.weight, None, dlabel_weights
+
+
+_log_probs.defvjp(_log_probs_forward, _log_probs_backward)
+
+
+def _walk(x, weight, targets, label_weights, z_loss, tile, implementation, *, gradients) -> tuple[Any, Any]:
+    """(loss, z_loss, correct) over tiles of tokens, and the gradients, or else every token's weighted loss."""
     T, dtype = x.shape[0], accumulation_dtype(x)
     tokens = (x, targets, label_weights)
     of_tile = partial(_tile, weight.astype(x.dtype), z_loss, gradients, implementation)
@@ -190,7 +259,7 @@ def _walk(
         (sums, dweight), per_token = jax.lax.scan(step, start, pieces)
         per_token = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:T], per_token)
     if dweight is None:
-        return sums, None
+        return sums, per_token
     dx, dlabel_weights = per_token
     return sums, _Gradients(dx, dweight.astype(weight.dtype), dlabel_weights)
 
@@ -200,7 +269,7 @@ def _pad(a, count):
 
 
 def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
-    """A tile's part of the sums and of dW, and its dx and dlabel_weights; None for gradients not asked for."""
+    """A tile's part of the sums and of dW, and its dx and dlabel_weights; without gradients None, and its losses."""
     x, targets, label_weights = tokens
     dtype = accumulation_dtype(x)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
@@ -217,7 +286,7 @@ def _tile(weight, z_loss, gradients, implementation, tokens) -> tuple[Any, Any]:
     correct = (softmax.best == targets) & inside
     sums = (jnp.sum(a * losses), jnp.sum(a * z), jnp.sum(a * correct))
     if not gradients:
-        return (sums, None), None
+        return (sums, None), a * losses
     scale = a * (1 + 2 * z_loss * lse)
     of_target = scale * jnp.exp(-nats) - a
     dlogits = softmax.times(scale, of_target)

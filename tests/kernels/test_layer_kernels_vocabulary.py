@@ -9,7 +9,7 @@ from device_arrays import put
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.losses import linear_softmax_cross_entropy
+from gdn_jax.losses import linear_softmax_cross_entropy, token_log_probs
 from gdn_jax.parts import embedding as fused_embedding
 from pallas_kernels.layer import (
     cross_entropy,
@@ -102,5 +102,27 @@ def test_seam_of_the_loss(interpreted):
     for a, b in zip(expected, got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     for name, a, b in zip(("dx", "dweight", "dlabel_weights"), gradients, kernels, strict=True):
+        close(np.asarray(a, np.float64), b, name, 3, dtype="bfloat16")
+    assert interpreted == {"cross_entropy": 1, "logit_cotangents": 1}
+
+
+@pytest.mark.slow
+def test_seam_of_log_probabilities(interpreted):
+    """The kernels of the loss make the gradients for cotangents of both signs; the forward pass has none."""
+    draw, rng = draws(6), np.random.default_rng(0)
+    # Shapes that no other test has: JAX keeps their programs, and no kernel would be called.
+    x, weight = draw(16, 64, dtype="bfloat16"), draw(256, 64, scale=0.4)
+    targets, cotangents = put(rng.integers(0, 256, 16)), draw(16)
+
+    def value_and_gradients(implementation):
+        def f(x, weight):
+            return token_log_probs(x, weight, targets, tile=32, implementation=implementation)
+
+        value, back = jax.vjp(f, x, weight)
+        return value, back(cotangents)
+
+    (expected, gradients), (got, kernels) = map(value_and_gradients, ("chunked", None))
+    np.testing.assert_array_equal(expected, got)
+    for name, a, b in zip(("dx", "dweight"), gradients, kernels, strict=True):
         close(np.asarray(a, np.float64), b, name, 3, dtype="bfloat16")
     assert interpreted == {"cross_entropy": 1, "logit_cotangents": 1}
