@@ -52,8 +52,7 @@ class DenseRow(nnx.Module):
             row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * len(down)))
             if dense_stream.takes(row, gate_up, down, mlp.implementation):
                 return cls(mlp)
-        if plain:
-            _fill(mlp)
+        _fill(mlp)
         return DenseRows(mlp)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
