@@ -20,10 +20,10 @@ from gdn_jax.models import ExpertsConfig
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
-from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow, DenseRows
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
+from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.program import ROWS
 from gdn_jax.models.latent import LatentAttention
 from pallas_kernels.decode import channel_step, conv_update, step

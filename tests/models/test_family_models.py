@@ -30,9 +30,8 @@ from gdn_jax.models.config import AttentionConfig
 from gdn_jax.models.costs import layer_costs, parameters
 from gdn_jax.models.inference import program
 from gdn_jax.models.inference.projections import (
+    FactorGroup,
     ProjectionGroup,
-    ProjectionOfGroup,
-    ProjectionOfStack,
     multiply_factors,
 )
 from gdn_jax.models.inference.recurrent import FACTORS, DeltaRow
@@ -122,8 +121,8 @@ def test_factors_are_multiplied_for_the_kernel_of_a_whole_layer(sizes, rows, mul
     with trusted():
         mixer = nnx.eval_shape(copied).blocks[0].mixer
     assert isinstance(mixer, DeltaRow) == multiplied
-    kinds = {type(getattr(mixer.mixer, f"{name}_proj")) for name in "fg"}
-    assert kinds == {ProjectionOfGroup if multiplied else ProjectionOfStack}
+    kinds = {type(getattr(mixer.mixer, f"{name}_proj").group) for name in FACTORS}
+    assert kinds == {ProjectionGroup if multiplied else FactorGroup}
 
 
 def test_the_product_of_factors_is_the_layer():

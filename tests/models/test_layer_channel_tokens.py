@@ -9,7 +9,7 @@ from layer_kernels import interpret_tokens
 from small_layers import drawn
 
 from gdn_jax.layers import GatedLinearAttention, KimiDeltaAttention, RecurrentCache
-from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.program import ROWS
 from gdn_jax.models.inference.recurrent import ChannelRows, grouped
 from gdn_jax.parts.kernels import trusted

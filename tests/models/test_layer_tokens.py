@@ -15,7 +15,7 @@ from small_layers import drawn
 
 from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.models.inference import recurrent
-from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.recurrent import HeadRows, grouped
 from gdn_jax.parts import norms
 from gdn_jax.parts.kernels import trusted

@@ -4,19 +4,18 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
-from gdn_jax.models.attention import Attention, AttentionCache, WindowCache
-from gdn_jax.models.inference.call import Call
-from gdn_jax.models.inference.projections import group_of, group_projections
+from gdn_jax.models.attention import Attention
+from gdn_jax.models.inference.part import Call, Reader, cache_alone
+from gdn_jax.models.inference.projections import group_of, group_projections, weights_of
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import row_product
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
 
 
-class AttentionRows(Attention):
+class AttentionRows(Attention, Reader):
     """Attention with one product of all projections of its input.
 
     Args:
@@ -53,26 +52,17 @@ class AttentionRows(Attention):
         norm: RMSNorm,
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
-        *,
-        cache: AttentionCache | WindowCache | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        return_cache: bool = False,
+        **options: Any,
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
         """See `layers.blocks.from_stream`."""
         inputs: list[Any] = self.inputs()
-        if (
-            (group := group_of(inputs)) is None
-            or cache is None
-            or mask is not None
-            or segment_ids is not None
-        ):
-            options = dict(cache=cache, mask=mask, segment_ids=segment_ids, return_cache=return_cache)
+        group, cache = group_of(inputs), cache_alone(options)
+        if group is None or cache is None:
             return normalise_first(self, norm, x, y, **options)
-        self._check_call(x, cache, mask, segment_ids, return_cache)
+        self._check_call(x, cache, None, None, False)
         weight, places = group.weight[...], [slice(linear.start, linear.stop) for linear in inputs]
         if row_product.takes(x, weight, self.implementation):
-            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=read_ahead(self, 1))
+            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=self.after(1))
             x, _, channels, _ = row_product.stream_product(
                 x, array_of(y), norm.scale(jnp.float32), weight, **static
             )
@@ -100,14 +90,9 @@ class AttentionRows(Attention):
         o, after = self.mix(*heads, cache, jnp.full(B, T, jnp.int32), *none, False)
         return self.o_proj(self.gated_by(o, gate[0] if gate else None)), after
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
     def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`."""
-        groups = group_of(self.inputs()), getattr(self.o_proj, "group", None)
-        weights = [group.weight for group in groups if group is not None]
-        return weights if len(weights) == len(groups) else []
+        """See `Reader.token_weights`."""
+        return weights_of(group_of(self.inputs()), group_of([self.o_proj]))
 
 
 class WindowRows(AttentionRows, WindowAttention):

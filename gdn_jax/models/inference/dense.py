@@ -6,10 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
-from gdn_jax.models.inference.call import Call
+from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.models.inference.projections import ProjectionGroup
 from gdn_jax.parts import dense_stream
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.swiglu import gated
 
@@ -31,7 +30,7 @@ class DenseRows(nnx.Module):
         return self.down(gated(y[..., :F], y[..., F:]))
 
 
-class DenseRow(nnx.Module):
+class DenseRow(Reader):
     """A SwiGLU whose weights lie as the kernel of one row reads them: the branches [2 F, D], the projection down
     [F, D].
 
@@ -68,14 +67,11 @@ class DenseRow(nnx.Module):
         weights = self.branches.weight[...], self.down[...]
         if not dense_stream.takes(x, *weights, self.implementation):
             return normalise_first(self, norm, x, y)
-        scale, ahead = norm.scale(jnp.float32), read_ahead(self, 2)
+        scale, ahead = norm.scale(jnp.float32), self.after(2)
         return dense_stream.dense_stream(x, array_of(y), scale, *weights, eps=norm.eps, ahead=ahead)
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
     def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`."""
+        """See `Reader.token_weights`."""
         return [self.branches.weight, self.down]
 
 

@@ -10,16 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.models.experts import Experts
-from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRows
+from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.parts import experts as of_row
 from gdn_jax.parts import routing, row_product
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.experts import SharedExpert, row_mixture
 from gdn_jax.parts.products import Addend, array_of, transposed_product
 
 
-class ExpertRows(Experts):
+class ExpertRows(Experts, Reader):
     """Experts whose weights lie as a GPU reads them fastest in calls of few rows.
 
     The router has a transposed copy. The shared expert's projections are products of groups, unless the kernels of
@@ -51,11 +50,11 @@ class ExpertRows(Experts):
         weight, dtype = self.router_rows[...], self.dtype or x.dtype
         added, scale = array_of(y), norm.scale(jnp.float32)
         if (routed := self._routed(x, dtype)) is not None:
-            ahead = read_ahead(self, len(self.token_weights()))
+            ahead = self.after(len(self.token_weights()))
             return routing.routed_stream(x, added, scale, weight, *routed, eps=norm.eps, ahead=ahead)
         if not row_product.takes(x, weight, self.implementation):
             return normalise_first(self, norm, x, y)
-        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=read_ahead(self, 1))
+        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=self.after(1))
         s, normalized, scores, _ = row_product.stream_product(x, added, scale, weight, **options)
         assert normalized is not None
         row = normalized.reshape(1, -1), *self.chosen(scores.reshape(1, -1))
@@ -100,11 +99,8 @@ class ExpertRows(Experts):
             return super().scores(rows, precision)
         return transposed_product(rows, self.router_rows[...].astype(rows.dtype), jnp.float32)
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
     def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`. Those of the experts are known when they are chosen."""
+        """See `Reader.token_weights`. Those of the experts are known when they are chosen."""
         if not (kernels := self._shared_kernels()):
             return []
         return [self.router_rows, *([] if self.router_bias is None else [self.router_bias]), *kernels]

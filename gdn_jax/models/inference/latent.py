@@ -12,7 +12,6 @@ from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
 from gdn_jax.parts import latent_token, row_product
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.latent_token import Latents, LatentToken
 from gdn_jax.parts.products import transposed_product
 
@@ -72,7 +71,7 @@ class LatentRows(AttentionRows, LatentAttention):
         if matrix is None or first % 4 or not row_product.takes(channels, matrix, self.implementation):
             return None
         static: Any = dict(eps=LATENT_NORM_EPS, dtype=self.dtype or channels.dtype, first=first)
-        static["ahead"] = read_ahead(self, 2)
+        static["ahead"] = self.after(2)
         return row_product.stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[
             2
         ]
@@ -117,7 +116,7 @@ class LatentRows(AttentionRows, LatentAttention):
         return jnp.einsum("bthc,hvc->bthv", o, self.value_rows[...].astype(o.dtype))
 
     def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`."""
+        """See `Reader.token_weights`."""
         if self.query_rows is None or len(own := super().token_weights()) < 2:
             return []
         return [own[0], self.query_rows, self.value_rows, own[1]]

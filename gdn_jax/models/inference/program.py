@@ -15,10 +15,10 @@ from gdn_jax.models.block import ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference.attention import AttentionRows, WindowRows
-from gdn_jax.models.inference.call import Call
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
 from gdn_jax.models.inference.latent import LatentRows
+from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.models.inference.recurrent import ChannelRows, HeadRows, RecurrentRows
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
@@ -111,7 +111,7 @@ AHEAD = 6
 
 def _look_ahead(model: LanguageModel) -> None:
     """Lets the parts of all blocks know what a token reads next."""
-    parts = [part for block in model.blocks for part in (block.mixer, block.mlp) if hasattr(part, "ahead")]
+    parts = [part for block in model.blocks for part in (block.mixer, block.mlp) if isinstance(part, Reader)]
     read = [part.token_weights() for part in parts]
     all_weights = [
         *itertools.chain.from_iterable(read),

@@ -33,6 +33,7 @@ class ProjectionGroup(nnx.Module):
         weight = jnp.concatenate([*kernels, jnp.zeros((fill, last.shape[1]), last.dtype), last])
         # Else XLA would leave the weights as they lie and transpose them in name only.
         self.weight = nnx.Param(with_layout_constraint(weight, Layout((0, 1))))
+        self.outputs = weight.shape[0]
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
         """The results of all projections side by side, without a bias."""
@@ -41,25 +42,27 @@ class ProjectionGroup(nnx.Module):
         return transposed_product(x.astype(dtype), weight.astype(dtype), dtype)
 
 
-class ProjectionStack(nnx.Module):
-    """Projections of as many inputs, one each, as one product.
+class FactorGroup(nnx.Module):
+    """Projections of one input by two factors each, of which the second ones are one product.
 
     Args:
-      linears: the projections, of one dtype and one shape, without a bias.
+      firsts: the first factors.
+      seconds: the second ones, of one dtype and one shape, without a bias.
     """
 
-    def __init__(self, linears: Sequence[nnx.Linear]):
-        self.dtype = linears[0].dtype
-        weight = jnp.stack([linear.kernel[...].T for linear in linears])
+    def __init__(self, firsts: Sequence[Projection], seconds: Sequence[nnx.Linear]):
+        self.firsts, self.dtype = nnx.List(firsts), seconds[0].dtype
+        weight = jnp.stack([linear.kernel[...].T for linear in seconds])
         self.weight = nnx.Param(with_layout_constraint(weight, Layout((0, 1, 2))))
+        self.outputs = weight.shape[0] * weight.shape[1]
 
-    def __call__(self, xs: Sequence[Float[Array, "*S D"]]) -> Float[Array, "*S F"]:
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
         """The results of all projections side by side."""
-        weight = self.weight[...]
+        weight, leading = self.weight[...], x.shape[:-1]
         # Not jnp.stack: of inputs that are neighbours in one array XLA sees that this is a part of it.
-        x, leading = jnp.concatenate(xs, -1), xs[0].shape[:-1]
+        x = jnp.concatenate([first(x) for first in self.firsts], -1)
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
-        x, weight = x.reshape(*leading, len(xs), -1).astype(dtype), weight.astype(dtype)
+        x, weight = x.reshape(*leading, len(weight), -1).astype(dtype), weight.astype(dtype)
         if math.prod(leading) > 1:
             y = jnp.einsum("...nd,nfd->...nf", x, weight, preferred_element_type=dtype)
         else:
@@ -69,71 +72,34 @@ class ProjectionStack(nnx.Module):
         return y.reshape(*leading, -1)
 
 
-class PartOfProduct(nnx.Module):
-    """A projection whose results are some of those of a product.
+class ProjectionOfGroup(nnx.Module):
+    """A projection whose results are some of those of a group.
 
-    Under jit the calls of all parts of a product with one input are one product.
+    Under jit the calls of all of them with one input are one product.
 
     Args:
       linear: the projection.
-      start: where its results begin in those of the product.
-    """
-
-    def __init__(self, linear: nnx.Linear, start: int):
-        self.bias, self.out_features = linear.bias, linear.out_features
-        self.start, self.stop = start, start + linear.out_features
-
-    def product(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
-        """The results of the whole product, without a bias."""
-        raise NotImplementedError
-
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
-        """The projection of x."""
-        return with_bias(self.product(x)[..., self.start : self.stop], self)
-
-
-class ProjectionOfGroup(PartOfProduct):
-    """One projection of a `ProjectionGroup`.
-
-    Args:
+      start: where its results begin in those of the group.
       group: the group.
     """
 
-    def __init__(self, linear: nnx.Linear, start: int, group: ProjectionGroup):
-        super().__init__(linear, start)
-        self.group = group
+    def __init__(self, linear: nnx.Linear, start: int, group: ProjectionGroup | FactorGroup):
+        self.bias, self.out_features, self.group = linear.bias, linear.out_features, group
+        self.start, self.stop = start, start + linear.out_features
 
     @property
     def is_last(self) -> bool:
         """Whether it ends the group, and has no bias."""
-        return self.bias is None and self.stop == self.group.weight.shape[0]
+        return self.bias is None and self.stop == self.group.outputs
 
     @property
     def is_alone(self) -> bool:
         """Whether the group is this projection alone, without a bias."""
         return self.is_last and self.start == 0
 
-    def product(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
-        """See `PartOfProduct.product`."""
-        return self.group(x)
-
-
-class ProjectionOfStack(PartOfProduct):
-    """A projection by two factors, of which the second is in a `ProjectionStack`.
-
-    Args:
-      linear: the second factor.
-      stack: the stack.
-      firsts: what makes the stack's inputs.
-    """
-
-    def __init__(self, linear: nnx.Linear, start: int, stack: ProjectionStack, firsts: Sequence[Projection]):
-        super().__init__(linear, start)
-        self.stack, self.firsts = stack, nnx.List(firsts)
-
-    def product(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
-        """See `PartOfProduct.product`."""
-        return self.stack([first(x) for first in self.firsts])
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
+        """The projection of x."""
+        return with_bias(self.group(x)[..., self.start : self.stop], self)
 
 
 def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> None:
@@ -156,10 +122,15 @@ def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> 
         start += linear.out_features
 
 
-def group_of(linears: Sequence[Any]) -> ProjectionGroup | None:
+def group_of(linears: Sequence[Any]) -> Any:
     """The group of all these projections, which have no bias; None where there is none."""
     own = [x.group for x in linears if isinstance(x, ProjectionOfGroup) and x.bias is None]
     return own[0] if len(own) == len(linears) and all(group is own[0] for group in own) else None
+
+
+def weights_of(*groups: Any) -> list[nnx.Param]:
+    """The weights of groups; none where one of them is None."""
+    return [] if any(group is None for group in groups) else [group.weight for group in groups]
 
 
 def multiply_factors(part: nnx.Module, names: Sequence[str]) -> None:
@@ -172,38 +143,32 @@ def multiply_factors(part: nnx.Module, names: Sequence[str]) -> None:
       names: the projections, "f" for those above. One that has no factors stays as it is.
     """
     for name in names:
-        if (pair := _factors(part, name)) is not None:
-            first, last = pair
-            product = jnp.dot(first.kernel[...], last.kernel[...], precision="highest")
-            whole = nnx.clone(last)
-            whole.kernel.set_value(product.astype(last.kernel.dtype))
+        if hasattr(part, f"{name}_a_proj"):
+            first, whole = (_pop(part, f"{name}_{factor}_proj") for factor in "ab")
+            product = jnp.dot(first.kernel[...], whole.kernel[...], precision="highest")
+            whole.kernel.set_value(product.astype(whole.kernel.dtype))
             whole.in_features = first.in_features
-            _replace_factors(part, name, whole)
+            setattr(part, f"{name}_proj", whole)
 
 
-def stack_factors(part: nnx.Module, names: Sequence[str]) -> None:
+def group_factors(part: nnx.Module, names: Sequence[str]) -> None:
     """Makes one product of the second factors of projections, in place, if all have factors of one size.
 
     Args: those of `multiply_factors`.
     """
-    pairs = [pair for name in names if (pair := _factors(part, name)) is not None]
-    firsts, lasts = ([pair[i] for pair in pairs] for i in range(2))
-    if len(pairs) < len(names) or not all(type(x) is nnx.Linear and x.bias is None for x in lasts):
+    seconds: list[Any] = [getattr(part, f"{name}_b_proj", None) for name in names]
+    if not all(type(linear) is nnx.Linear and linear.bias is None for linear in seconds):
         return
-    if len({(linear.kernel.shape, linear.dtype) for linear in lasts}) > 1:
+    if len({(linear.kernel.shape, linear.dtype) for linear in seconds}) > 1:
         return
-    stack = ProjectionStack(lasts)
-    for i, (name, linear) in enumerate(zip(names, lasts, strict=True)):
-        _replace_factors(part, name, ProjectionOfStack(linear, i * linear.out_features, stack, firsts))
+    group = FactorGroup([_pop(part, f"{name}_a_proj") for name in names], seconds)
+    for i, name in enumerate(names):
+        linear = _pop(part, f"{name}_b_proj")
+        setattr(part, f"{name}_proj", ProjectionOfGroup(linear, i * linear.out_features, group))
 
 
-def _factors(part: Any, name: str) -> tuple[Any, Any] | None:
-    """The factors of a projection; None of one that has none."""
-    names = f"{name}_a_proj", f"{name}_b_proj"
-    return tuple(getattr(part, name) for name in names) if hasattr(part, names[0]) else None
-
-
-def _replace_factors(part: Any, name: str, whole: Projection) -> None:
-    for factor in (f"{name}_a_proj", f"{name}_b_proj"):
-        delattr(part, factor)
-    setattr(part, f"{name}_proj", whole)
+def _pop(part: nnx.Module, name: str) -> Any:
+    """An attribute, which the module then has no more."""
+    value = getattr(part, name)
+    delattr(part, name)
+    return value

@@ -1,7 +1,6 @@
 """Recurrent layers for single tokens: projections of one input are one product, which kernels read as it lies, and of
 one row the norm and the layer are one kernel."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,21 +8,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn_jax.layers import GatedDeltaNet, RecurrentCache, RecurrentMixer
-from gdn_jax.layers.blocks import Projection, RMSNorm, from_stream, normalise_first
-from gdn_jax.models.inference.call import Call
+from gdn_jax.layers import RecurrentCache, RecurrentMixer
+from gdn_jax.layers.blocks import RMSNorm, from_stream, normalise_first
+from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
-    PartOfProduct,
-    ProjectionGroup,
+    FactorGroup,
     ProjectionOfGroup,
-    ProjectionOfStack,
+    group_factors,
     group_of,
     group_projections,
     multiply_factors,
-    stack_factors,
+    weights_of,
 )
 from gdn_jax.parts import delta_layer, heads_product, row_product, token, token_step
-from gdn_jax.parts.ahead import read_ahead
 from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import Addend, array_of
@@ -32,17 +29,14 @@ from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.shapes import Convolution
 
 INPUTS = tuple(f"{name}_proj" for name in ("q", "k", "v", "a", "f", "f_a", "g_a", "b", "w", "g"))
-"""Projections of the layer's input, in the order in which its kernels take them. First factors are neighbours: what
-multiplies both, a `ProjectionStack`, reads them where they lie."""
+"""Projections of the layer's input, in the order in which its kernels take them. First factors are neighbours: a
+`FactorGroup` reads them where they lie."""
 FACTORS = "fg"
 """Projections that may have two factors: to the decay and to the output gate."""
 
-Mixed = tuple[Float[Array, "B T D"], RecurrentCache]
-"""The output of a layer and its cache after a token."""
 
-
-class RecurrentRows(nnx.Module):
-    """A recurrent layer for single tokens of rows, of which each part is what the layer itself has.
+class RecurrentRows(Reader):
+    """A recurrent layer for single tokens of any number of rows, by its own parts.
 
     Args:
       mixer: the layer, of a copy for inference.
@@ -54,12 +48,9 @@ class RecurrentRows(nnx.Module):
         self.mixer: Any = mixer
 
     @classmethod
-    def of(cls, mixer: RecurrentMixer, call: Call) -> "RecurrentRows | DeltaRow":
-        """A layer for calls of single tokens, which takes the mixer over: a `DeltaRow` where its kernel takes it.
-
-        Projections of one input are one product. Gates of low rank have full rank where that makes the kernel take
-        the layer.
-        """
+    def of(cls, mixer: Any, call: Call) -> "RecurrentRows":
+        """A layer for calls of single tokens, of a mixer that it changes in place: projections of one input are one
+        product. For one row it is a `DeltaRow`, if its kernel takes it; gates of low rank then have full rank."""
         if call.rows == 1 and call.from_stream:
             whole = nnx.clone(mixer)
             multiply_factors(whole, FACTORS)
@@ -70,40 +61,17 @@ class RecurrentRows(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], **options: Any) -> tuple[Float[Array, "B T D"], Any]:
         """The layer, see `layers.blocks.TokenMixer`."""
-        cache = _only_cache(options)
+        cache = cache_alone(options)
         if x.shape[1] > 1 or cache is None:
             return self.mixer(x, **options)
-        return self.by_kernels(x, cache) or self.by_parts(x, cache)
+        return self._by_kernels(x, cache) or self._by_parts(x, cache)
 
     def init_cache(self, batch: int) -> RecurrentCache:
         """See `layers.blocks.TokenMixer.init_cache`."""
         return self.mixer.init_cache(batch)
 
-    def by_kernels(self, x: Float[Array, "B 1 D"], cache: RecurrentCache) -> Mixed | None:
-        """A token of every row by kernels that change states where they lie; None where none takes it."""
-        del x, cache
-        return None
-
-    def by_parts(self, x: Float[Array, "B 1 D"], cache: RecurrentCache) -> Mixed:
-        """A token of every row by the parts of the layer."""
-        inputs, conv = self.mixer.rule_inputs(x, conv_state=cache.conv)
-        o, state = self.mixer.apply_rule(inputs, initial_state=cache.state)
-        return self.output(o, x), RecurrentCache(conv, state.astype(cache.state.dtype))
-
-    def output(self, o: Float[Array, "B 1 HO V"], x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 D"]:
-        """See `RecurrentMixer.rule_output`. A gate by factors is read where it lies in the product of both."""
-        gate = getattr(self.mixer, "g_proj", None)
-        if not isinstance(gate, ProjectionOfStack):
-            return self.mixer.rule_output(o, x)
-        return self.gated(o, gate.product(x))
-
-    def gated(self, o: Float[Array, "B 1 HO V"], channels: Float[Array, "B 1 C"]) -> Float[Array, "B 1 D"]:
-        """The output of a token whose gates are the last of some channels."""
-        norm = partial(gated_norm_of_channels, activation=self.mixer.activation)
-        return self.mixer.gated_output(norm, o, channels)
-
     @property
-    def group(self) -> ProjectionGroup | None:
+    def group(self) -> Any:
         """The product that begins with q, k and v; None where they are none."""
         return group_of((self.mixer.q_proj, self.mixer.k_proj, self.mixer.v_proj))
 
@@ -114,83 +82,89 @@ class RecurrentRows(nnx.Module):
         """
         return None
 
-    ahead: tuple[nnx.Param, ...] = ()
-    """See `parts.ahead.Reader`."""
-
     def token_weights(self) -> list[nnx.Param]:
-        """See `parts.ahead.Reader.token_weights`."""
-        groups = self.group, getattr(self.mixer.o_proj, "group", None)
-        weights = [group.weight for group in groups if group is not None]
-        return weights if len(weights) == len(groups) else []
+        """See `Reader.token_weights`."""
+        return weights_of(self.group, group_of([self.mixer.o_proj]))
+
+    def _by_kernels(self, x, cache) -> tuple[Array, RecurrentCache] | None:
+        """A token by kernels that change states where they lie; None where none takes it."""
+        del x, cache
+        return None
+
+    def _by_parts(self, x, cache):
+        """A token by the parts of the layer."""
+        inputs, conv = self.mixer.rule_inputs(x, conv_state=cache.conv)
+        o, state = self.mixer.apply_rule(inputs, initial_state=cache.state)
+        return self._output(o, x), RecurrentCache(conv, state.astype(cache.state.dtype))
+
+    def _output(self, o, x):
+        """`rule_output` of a token. A gate by factors is read where it lies in the product of all."""
+        gate = getattr(self.mixer, "g_proj", None)
+        if isinstance(gate, ProjectionOfGroup) and isinstance(gate.group, FactorGroup):
+            return self._gated(o, gate.group(x))
+        return self.mixer.rule_output(o, x)
+
+    def _gated(self, o, channels):
+        """`rule_output` from channels of which the last are the gates."""
+        norm = partial(gated_norm_of_channels, activation=self.mixer.activation)
+        return self.mixer.gated_output(norm, o, channels)
 
 
 class TokenRows(RecurrentRows):
-    """A layer whose convolution and rule are kernels for a token of every row.
+    """A recurrent layer whose convolution and rule are kernels for a token of every row.
 
     Args: those of `RecurrentRows`.
     """
 
-    def raw_gates(self) -> tuple[list[Projection], list[Projection]]:
-        """The projections to the raw inputs of decays and of strengths, each one or two factors."""
-        raise NotImplementedError
-
-    def gates_at(self, decay: int, strength: int) -> token.Gates:
-        """The heads and gates, from the places of the raw inputs in their arrays."""
-        raise NotImplementedError
-
     def gates(self) -> token.Gates | None:
         """See `RecurrentRows.gates`."""
-        raw: list[Any] = [factors[-1] for factors in self.raw_gates()]
-        if not self._ends_in_gate() or group_of((self.mixer.q_proj, *raw)) is None:
+        *raw, of = self._raw_gates()
+        last: list[Any] = [factors[-1] for factors in raw]
+        if not self._ends_in_gate() or self.mixer.conv_weight is None:
             return None
-        return None if self.mixer.conv_weight is None else self.gates_at(*(linear.start for linear in raw))
+        return (
+            None if group_of((self.mixer.q_proj, *last)) is None else of(*(linear.start for linear in last))
+        )
 
-    def by_kernels(self, x: Float[Array, "B 1 D"], cache: RecurrentCache) -> Mixed | None:
-        """See `RecurrentRows.by_kernels`."""
+    def _raw_gates(self) -> tuple[Any, Any, Any]:
+        """Factors of the projections to the raw inputs of decays and of strengths; makes `Gates` of their places."""
+        raise NotImplementedError
+
+    def _by_kernels(self, x, cache):
         if self.mixer.conv_weight is None or not is_whole(x, *cache):
             return None
+        *raw, of = self._raw_gates()
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
-        raw, starts = zip(*(_raw(factors, x) for factors in self.raw_gates()), strict=True)
-        gates, filters = self.gates_at(*starts), self.mixer.filters()
-        if (found := self.of_channels((channels, *raw), gates, filters, cache)) is None:
+        arrays, starts = zip(*(_raw(factors, x) for factors in raw), strict=True)
+        o, cache = self._of_channels((channels, *arrays), of(*starts), self.mixer.filters(), cache)
+        if o is None:
             return None
-        o, cache = found
-        return self.of_heads(o, channels) if self._ends_in_gate() else self.output(o, x), cache
+        return self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x), cache
 
-    def of_channels(
-        self,
-        channels: Sequence[Array],
-        gates: token.Gates,
-        filters: Sequence[Array | None],
-        cache: RecurrentCache,
-    ) -> tuple[Float[Array, "B 1 HV V"], RecurrentCache] | None:
-        """The rule's result for a token and the cache after it, from its products; None where no kernel takes them.
+    def _of_channels(self, channels, gates, filters, cache):
+        """The rule's result for a token from its products, and the cache after it; None where no kernel takes them.
 
-        Args:
-          channels: [B, 1, ..] with q, k and v, and with the raw inputs of decays and of strengths.
-          gates: heads and gates.
-          filters: weight and bias of the convolution; None where channels and cache have passed through it.
-          cache: before the token.
+        Filters are None where channels and cache have passed through the convolution.
         """
         A_log = None if self.mixer.A_log is None else self.mixer.A_log[...]
         arrays: Any = *(a[:, 0] for a in channels), *filters, A_log, self.mixer.dt_bias[...], *cache
         if not token.takes(token.Token(*arrays), gates, self.mixer.implementation):
-            return None
+            return None, cache
         o, *after = token.mix_token(token.Token(*arrays), gates)
         return o[:, None], RecurrentCache(*after)
 
-    def of_heads(self, o: Float[Array, "B 1 HV V"], channels: Float[Array, "B 1 C"]) -> Float[Array, "B 1 D"]:
-        """`gated`, of one row by one kernel."""
+    def _of_heads(self, o, channels):
+        """`_gated`, of one row by one kernel."""
         norm, row, last = self.mixer.o_norm, o.reshape(-1, o.shape[-1]), self.mixer.o_proj
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
             matrix = last.group.weight[...]
             if heads_product.takes(row, channels.shape[-1], matrix, self.mixer.implementation):
-                static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=read_ahead(self, 2))
+                static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=self.after(2))
                 arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix
                 return heads_product.heads_product(*arrays, **static)[None]
-        return self.gated(o, channels)
+        return self._gated(o, channels)
 
-    def _ends_in_gate(self) -> bool:
+    def _ends_in_gate(self):
         """Whether the product of q, k and v ends in the output gate, without a bias."""
         gate = getattr(self.mixer, "g_proj", None)
         return isinstance(gate, ProjectionOfGroup) and gate.is_last and gate.group is self.group
@@ -203,39 +177,35 @@ class HeadRows(TokenRows):
     """
 
     @classmethod
-    def of(cls, mixer: Any, call: Call) -> "RecurrentRows | DeltaRow":
+    def of(cls, mixer: Any, call: Call) -> RecurrentRows:
         """See `RecurrentRows.of`: other rules have no kernels of a token."""
         return super().of(mixer, call) if mixer.rule == GATED_DELTA else RecurrentRows.of(mixer, call)
 
     @classmethod
-    def on_mesh(cls, mixer: GatedDeltaNet, call: Call) -> "RecurrentMixer | HeadRows":
-        """A layer for calls of single tokens on a mesh that splits heads: devices have their parts of projections."""
+    def on_mesh(cls, mixer: Any, call: Call) -> Any:
+        """The same on a mesh that splits heads, whose devices have their parts of projections."""
         del call
         return cls(mixer) if mixer.rule == GATED_DELTA else mixer
 
-    def raw_gates(self) -> tuple[list[Projection], list[Projection]]:
-        """See `TokenRows.raw_gates`."""
-        return [self.mixer.a_proj], [self.mixer.b_proj]
+    def _raw_gates(self):
+        m = self.mixer
+        of = partial(token.HeadGates, m.num_heads, allow_neg_eigval=m.allow_neg_eigval)
+        return [m.a_proj], [m.b_proj], of
 
-    def gates_at(self, decay: int, strength: int) -> token.Gates:
-        """See `TokenRows.gates_at`."""
-        return token.HeadGates(self.mixer.num_heads, decay, strength, self.mixer.allow_neg_eigval)
-
-    def by_kernels(self, x: Float[Array, "B 1 D"], cache: RecurrentCache) -> Mixed | None:
-        """See `RecurrentRows.by_kernels`: on a mesh, and without a convolution, the rule alone is a kernel."""
-        return super().by_kernels(x, cache) or self._by_rule(x, cache)
-
-    def _by_rule(self, x, cache):
-        layer = self.mixer
-        qkv, a, b = layer.project(x)
-        y, conv = layer.convolve_token(qkv, cache.conv)
-        q, k, v = split_normalized(y[:, 0], layer.num_heads, layer.head_dim, normalize=False)
-        v = v.reshape(-1, layer.num_v_heads, layer.head_v_dim)
-        arrays = q, k, v, a[:, 0], b[:, 0], layer.A_log[...], layer.dt_bias[...], cache.state
-        if not token_step.takes(*arrays, implementation=layer.implementation):
+    def _by_kernels(self, x, cache):
+        """See `RecurrentRows`: on a mesh, and without a convolution, the rule alone is a kernel."""
+        if (found := super()._by_kernels(x, cache)) is not None:
+            return found
+        m = self.mixer
+        qkv, a, b = m.project(x)
+        y, conv = m.convolve_token(qkv, cache.conv)
+        q, k, v = split_normalized(y[:, 0], m.num_heads, m.head_dim, normalize=False)
+        v = v.reshape(-1, m.num_v_heads, m.head_v_dim)
+        arrays = q, k, v, a[:, 0], b[:, 0], m.A_log[...], m.dt_bias[...], cache.state
+        if not token_step.takes(*arrays, implementation=m.implementation):
             return None
-        o, state = token_step.token_step(*arrays, allow_neg_eigval=layer.allow_neg_eigval)
-        return layer.rule_output(o[:, None], x), RecurrentCache(conv, state)
+        o, state = token_step.token_step(*arrays, allow_neg_eigval=m.allow_neg_eigval)
+        return m.rule_output(o[:, None], x), RecurrentCache(conv, state)
 
 
 class ChannelRows(TokenRows):
@@ -244,15 +214,10 @@ class ChannelRows(TokenRows):
     Args: those of `RecurrentRows`.
     """
 
-    def raw_gates(self) -> tuple[list[Projection], list[Projection]]:
-        """See `TokenRows.raw_gates`."""
-        return self.mixer.factors("f"), [self.mixer.b_proj]
-
-    def gates_at(self, decay: int, strength: int) -> token.Gates:
-        """See `TokenRows.gates_at`."""
-        layer = self.mixer
-        bound = layer.lower_bound
-        return token.ChannelGates(layer.num_heads, decay, strength, layer.allow_neg_eigval, bound)
+    def _raw_gates(self):
+        m = self.mixer
+        options: Any = dict(allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
+        return m.factors("f"), [m.b_proj], partial(token.ChannelGates, m.num_heads, **options)
 
     def from_stream(
         self,
@@ -263,20 +228,17 @@ class ChannelRows(TokenRows):
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
         """See `layers.blocks.from_stream`: of a token of one row the norm, the product of all projections and the
         convolution are one kernel."""
-        cache, gates, implementation = _only_cache(options), self.gates(), self.mixer.implementation
-        if cache is not None and gates is not None and self.group is not None and is_whole(*cache):
-            weight, convolution = self.group.weight[...], Convolution(cache.conv, *self.mixer.filters())
-            if row_product.takes(x, weight, implementation, convolution):
-                static: Any = dict(
-                    eps=norm.eps, dtype=self.group.dtype or weight.dtype, ahead=read_ahead(self, 1)
-                )
+        cache, gates, group = cache_alone(options), self.gates(), self.group
+        if cache is not None and gates is not None and is_whole(*cache):
+            weight, convolution = group.weight[...], Convolution(cache.conv, *self.mixer.filters())
+            if row_product.takes(x, weight, self.mixer.implementation, convolution):
+                static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=self.after(1))
                 arrays = array_of(y), norm.scale(jnp.float32), weight, convolution
                 after, _, channels, conv = row_product.stream_product(x, *arrays, **static)
-                assert conv is not None
-                behind = RecurrentCache(conv, cache.state)
-                if (found := self.of_channels(3 * (channels,), gates, (None, None), behind)) is not None:
-                    o, cache = found
-                    return after, (self.of_heads(o, channels), cache)
+                past = conv, cache.state
+                o, cache = self._of_channels(3 * (channels,), gates, (None, None), past)
+                if o is not None:
+                    return after, (self._of_heads(o, channels), cache)
         return normalise_first(self, norm, x, y, **options)
 
 
@@ -291,9 +253,8 @@ class DeltaRow(RecurrentRows):
         super().__init__(rows.mixer)
         self.rows = rows
 
-    def by_kernels(self, x: Float[Array, "B 1 D"], cache: RecurrentCache) -> Mixed | None:
-        """See `RecurrentRows.by_kernels`: without the norm it is several."""
-        return self.rows.by_kernels(x, cache)
+    def _by_kernels(self, x, cache):
+        return self.rows._by_kernels(x, cache)
 
     def from_stream(
         self,
@@ -303,12 +264,12 @@ class DeltaRow(RecurrentRows):
         **options: Any,
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, RecurrentCache | None]]:
         """See `layers.blocks.from_stream`: the kernel's result is in parts."""
-        cache = _only_cache(options)
+        cache = cache_alone(options)
         found = None if cache is None else self._layer(norm.scale(jnp.float32), cache)
         if found is None or not delta_layer.takes(x, *found, self.mixer.implementation):
             return from_stream(self.rows)(norm, x, y, **options)
         static = delta_layer.Options(norm.eps, self.mixer.o_norm.eps, self.mixer.activation)
-        after, out, *states = delta_layer.delta_layer(x, array_of(y), *found, static, read_ahead(self, 2))
+        after, out, *states = delta_layer.delta_layer(x, array_of(y), *found, static, self.after(2))
         return after, (out, RecurrentCache(*states))
 
     def takes(self) -> bool:
@@ -317,22 +278,19 @@ class DeltaRow(RecurrentRows):
         found = self._layer(jnp.ones(width), self.init_cache(1))
         return found is not None and delta_layer.takes(jnp.zeros((1, 1, width)), *found, implementation)
 
-    def _layer(
-        self, norm: Float[Array, " D"], cache: RecurrentCache
-    ) -> tuple[delta_layer.Layer, token.Gates] | None:
-        """The arguments of `parts.delta_layer`; None where the layer's products are not what it reads."""
-        mixer, product, gates = self.mixer, self.group, self.rows.gates()
-        last = mixer.o_proj
-        if gates is None or product is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
+    def _layer(self, norm, cache) -> tuple[delta_layer.Layer, token.Gates] | None:
+        """Arguments of `parts.delta_layer`; None where the layer's products are not what it reads."""
+        m, gates, last = self.mixer, self.rows.gates(), self.mixer.o_proj
+        if gates is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
         layer = delta_layer.Layer(
             norm=norm,
-            inputs=product.weight[...],
-            convolution=Convolution(cache.conv, *mixer.filters()),
-            A_log=None if mixer.A_log is None else mixer.A_log[...],
-            dt_bias=mixer.dt_bias[...],
+            inputs=self.group.weight[...],
+            convolution=Convolution(cache.conv, *m.filters()),
+            A_log=None if m.A_log is None else m.A_log[...],
+            dt_bias=m.dt_bias[...],
             state=cache.state,
-            output_norm=mixer.o_norm.scale(jnp.float32),
+            output_norm=m.o_norm.scale(jnp.float32),
             output=last.group.weight[...],
         )
         return layer, gates
@@ -343,21 +301,15 @@ def grouped(mixer: RecurrentMixer) -> RecurrentMixer:
     # Whole heads, so that a kernel can take the last ones as those of the output gate.
     group_projections(mixer, INPUTS, mixer.head_v_dim)
     group_projections(mixer, ("o_proj",))
-    stack_factors(mixer, FACTORS)
+    group_factors(mixer, FACTORS)
     return mixer
 
 
-def _only_cache(options: dict[str, Any]) -> RecurrentCache | None:
-    """The cache of a call of whose other options none says what tokens are; else None."""
-    others = [value for name, value in options.items() if name not in ("cache", "return_cache")]
-    return options.get("cache") if all(value is None for value in others) else None
-
-
-def _raw(factors: list[Any], x: Float[Array, "B 1 D"]) -> tuple[Float[Array, "B 1 F"], int]:
+def _raw(factors, x):
     """An array in which the results of a projection lie, given as its factors, and where they begin."""
     *firsts, last = factors
     for linear in firsts:
         x = linear(x)
-    if isinstance(last, PartOfProduct) and last.bias is None:
-        return last.product(x), last.start
+    if isinstance(last, ProjectionOfGroup) and last.bias is None:
+        return last.group(x), last.start
     return last(x), 0
