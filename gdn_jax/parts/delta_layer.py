@@ -61,6 +61,7 @@ def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: s
     return check_supported(x.reshape(1, -1), *known, gates.kernel_decay()) is None
 
 
+@token_op
 def delta_layer(
     x: Float[Array, "*S D"],
     y: Float[Array, "*P D"] | None,
@@ -84,31 +85,12 @@ def delta_layer(
       convolution and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and
       each part is.
     """
-    return _layer((gates, options), x, y, layer, tuple(ahead))
-
-
-def _by_kernel(static, x, y, layer: Layer, ahead):
     from pallas_kernels.token import delta_layer as kernels
 
-    gates, options = static
-    places, rule = (
-        _places(layer, gates),
-        kernels.Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:]),
-    )
-    arrays = (
-        layer.norm,
-        layer.inputs,
-        layer.convolution,
-        layer.state,
-        layer.output_norm,
-        layer.output,
-    )
-    known: dict[str, Any] = dict(
-        eps=options.eps, A_log=layer.A_log, dt_bias=layer.dt_bias, places=places, rule=rule
-    )
+    rule = kernels.Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:])
+    arrays = layer.norm, layer.inputs, layer.convolution, layer.state, layer.output_norm, layer.output
+    known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias)
+    known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead))
     parts = None if y is None else y.reshape(-1, y.shape[-1])
-    s, out, *states = kernels.delta_layer(x.reshape(1, -1), parts, *arrays, **known, ahead=ahead)
-    return s.reshape(x.shape), out[:, None], *states
-
-
-_layer = token_op(_by_kernel)
+    s, out, conv, state = kernels.delta_layer(x.reshape(1, -1), parts, *arrays, **known)
+    return s.reshape(x.shape), out[:, None], conv, state

@@ -1,7 +1,6 @@
 """The second half of a layer with a SwiGLU for one row, from the residual stream on, in one kernel."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -24,6 +23,7 @@ def takes(x: Weight, gate_up: Weight, down: Weight, implementation: str | None) 
     return check_supported(row, gate_up, down, most_ctas()) is None
 
 
+@token_op
 def dense_stream(
     x: Float[Array, "*S D"],
     y: Float[Array, "*P D"] | None,
@@ -50,16 +50,9 @@ def dense_stream(
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.
     """
-    return _dense(eps, x, y, norm, gate_up, down, tuple(ahead))
+    from pallas_kernels.layer import dense_stream as kernels
 
-
-def _by_kernel(eps: float, x: Any, y: Any, *arrays: Any) -> tuple[Array, Array]:
-    from pallas_kernels.layer.dense_stream import dense_stream
-
-    *own, ahead = arrays
     parts = None if y is None else y.reshape(-1, y.shape[-1])
-    s, z = dense_stream(x.reshape(1, -1), parts, *own, eps=eps, ahead=ahead)
+    arrays = x.reshape(1, -1), parts, norm, gate_up, down
+    s, z = kernels.dense_stream(*arrays, eps=eps, ahead=tuple(ahead))
     return s.reshape(x.shape), z.reshape(x.shape)
-
-
-_dense = token_op(_by_kernel)

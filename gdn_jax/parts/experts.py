@@ -291,6 +291,7 @@ def takes(
     return is_whole(*arrays) and check_supported(rows, like, shared.gate.shape[1]) is None
 
 
+@token_op
 def row_mixture(
     row: Float[Array, "1 D"],
     weights: Float[Array, "1 k"],
@@ -307,14 +308,7 @@ def row_mixture(
     Returns:
       The parts, float32. Numerics: nothing in between is rounded.
     """
-    gate_up, down = gate_up.astype(row.dtype), down.astype(row.dtype)
-    return _row_mixture(None, row, weights, chosen, gate_up, down, tuple(shared), weight)[:, None]
-
-
-def _row_by_kernel(_, *args):
     from pallas_kernels.layer.expert_row import expert_row
 
-    return expert_row(*args)
-
-
-_row_mixture = token_op(_row_by_kernel)
+    experts = gate_up.astype(row.dtype), down.astype(row.dtype)
+    return expert_row(row, weights, chosen, *experts, tuple(shared), weight)[:, None]

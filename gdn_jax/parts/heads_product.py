@@ -1,20 +1,12 @@
 """The gated norm of a token's heads, with a product of one row in the same kernel."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import is_whole, token_op, usable
-
-
-class _Static(NamedTuple):
-    """Static arguments of `heads_product`."""
-
-    eps: float
-    activation: str
-    dtype: Any
 
 
 def takes(
@@ -28,6 +20,7 @@ def takes(
     return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight)) is None
 
 
+@token_op
 def heads_product(
     o: Float[Array, "H V"],
     channels: Float[Array, " C"],
@@ -54,14 +47,7 @@ def heads_product(
     Returns:
       [1, F] in the matrix' dtype. Numerics: float32; v is not rounded.
     """
-    return _op(_Static(eps, activation, weight.dtype), o, channels, norm, weight, tuple(ahead))
+    from pallas_kernels.layer import row_product as kernels
 
-
-def _by_kernel(static: _Static, o, channels, norm, weight, ahead):
-    from pallas_kernels.layer.row_product import heads_product
-
-    z = channels.reshape(-1, o.shape[1])
-    return heads_product(o, z, norm, weight, ahead=ahead, **static._asdict())
-
-
-_op = token_op(_by_kernel)
+    static: Any = dict(eps=eps, activation=activation, dtype=weight.dtype, ahead=tuple(ahead))
+    return kernels.heads_product(o, channels.reshape(-1, o.shape[1]), norm, weight, **static)

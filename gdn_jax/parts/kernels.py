@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from gdn_jax.partitioning import expected_shards, on_shards
@@ -136,20 +137,32 @@ def fused_op(
     return op
 
 
-def token_op(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes op(static, *arguments), an operation of single tokens by a kernel, without a derivative.
+def token_op[**P, R](kernel: Callable[P, R]) -> Callable[P, R]:
+    """Makes an operation of single tokens of a function that calls a kernel: it has no derivative.
 
     Args:
-      kernel: from (static, *arguments) to the results; `static` is hashable.
+      kernel: from pytrees of arrays, and of anything that is static, to the results.
 
     Returns:
       The operation. To differentiate it raises NotImplementedError.
     """
-    return fused_op(_refuse, _refuse, alone=kernel)
+
+    @wraps(kernel)
+    def op(*args: P.args, **options: P.kwargs) -> R:
+        leaves, tree = jax.tree.flatten((args, options))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+
+        def run(_, *arrays):
+            whole = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+            args, options = tree.unflatten(whole.values())
+            return kernel(*args, **options)
+
+        return fused_op(_refuse, _refuse, alone=run)(None, *(leaves[i] for i in places))
+
+    return op
 
 
-def _refuse(static, *_):
-    del static
+def _refuse(*_):
     raise NotImplementedError(
         "kernels of single tokens have no derivative: differentiate model(...) itself, not its copy for single tokens"
     )

@@ -53,6 +53,7 @@ def takes(token: LatentToken, latents: Latents, implementation: str | None) -> b
     return check_supported(token.q, token.k, token.v, token.values, places) is None
 
 
+@token_op
 def latent_token(
     token: LatentToken, latents: Latents
 ) -> tuple[Float[Array, "1 O"], Float[Array, "1 S 1 R"], Float[Array, "1 S 1 C"], Int[Array, "1"]]:
@@ -71,21 +72,13 @@ def latent_token(
       y [1, H V] in q's dtype, side by side, both caches, and how many tokens they hold. A token for which there is no
       slot takes the last one, and its y is NaN. Numerics: float32; c and k_r are rounded as they lie in the cache.
     """
-    return _latent(latents, *token)
-
-
-def frequencies(latents: Latents, width: int) -> np.ndarray:
-    """Angles of the pairs of so many turned dimensions from a token to the next, float32."""
-    return (1.0 / latents.theta ** (np.arange(width // 2) * 2 / width)).astype(np.float32)
-
-
-def _by_kernels(latents: Latents, *arrays):
     from pallas_kernels.layer.latent_row import Places, latent_row
 
-    token = LatentToken(*arrays)
     static = dict(places=Places(latents.kv, latents.gate), scale=latents.scale, eps=latents.eps)
     angles = jnp.asarray(frequencies(latents, token.k.shape[-1]))
     return latent_row(*token[:3], angles, *token[3:], **static)
 
 
-_latent = token_op(_by_kernels)
+def frequencies(latents: Latents, width: int) -> np.ndarray:
+    """Angles of the pairs of so many turned dimensions from a token to the next, float32."""
+    return (1.0 / latents.theta ** (np.arange(width // 2) * 2 / width)).astype(np.float32)

@@ -1,7 +1,6 @@
 """Which experts a token gets, and with which weights: the largest of sigmoids, in groups."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,13 +114,6 @@ def _backward(choice: Choice, saved, cotangents):
 _choose = fused_op(_forward, _backward)
 
 
-class _Static(NamedTuple):
-    """Static arguments of `routed_stream`."""
-
-    choice: Choice
-    eps: float
-
-
 def takes(
     x: Float[Array, "*S D"],
     router: Float[Array, "E D"],
@@ -139,6 +131,7 @@ def takes(
     return check_supported(x.reshape(1, -1), gate_up, shared.gate.shape[1], choice, most_ctas()) is None
 
 
+@token_op
 def routed_stream(
     x: Float[Array, "*S D"],
     y: Float[Array, "*P D"] | None,
@@ -172,17 +165,9 @@ def routed_stream(
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.
     """
-    arrays = x, y, norm, router, bias, gate_up, down, tuple(shared), tuple(ahead)
-    return _routed(_Static(choice, eps), *arrays)
+    from pallas_kernels.layer import routed_stream as kernels
 
-
-def _routed_by_kernel(static: _Static, x, y, *arrays):
-    from pallas_kernels.layer.routed_stream import routed_stream
-
-    *arrays, ahead = arrays
     parts = None if y is None else y.reshape(-1, y.shape[-1])
-    s, z = routed_stream(x.reshape(1, -1), parts, *arrays, ahead=ahead, **static._asdict())
+    arrays = x.reshape(1, -1), parts, norm, router, bias, gate_up, down, tuple(shared)
+    s, z = kernels.routed_stream(*arrays, choice=choice, eps=eps, ahead=tuple(ahead))
     return s.reshape(x.shape), z[:, None]
-
-
-_routed = token_op(_routed_by_kernel)

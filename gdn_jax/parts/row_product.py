@@ -1,7 +1,7 @@
 """The norm of the residual stream, and the sum before it, with a product of one row in the same kernel."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,6 @@ from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.shapes import Convolution
-
-
-class Stream(NamedTuple):
-    """Static arguments of `stream_product`."""
-
-    eps: float
-    dtype: Any
-    keep: Any
-    first: int
 
 
 def takes(
@@ -37,6 +28,7 @@ def takes(
     return (reason or kernels.check_supported(weight, convolution)) is None
 
 
+@token_op
 def stream_product(
     x: Float[Array, "*S C"],
     y: Float[Array, "*P D"] | None,
@@ -73,17 +65,12 @@ def stream_product(
       s in x's dtype, n or None, the product, and the state of the convolution or None. Numerics: float32; n is
       rounded as a result only.
     """
-    static = Stream(eps, jnp.dtype(dtype), None if keep is None else jnp.dtype(keep), first)
-    return _stream(static, x, y, norm, weight, convolution, tuple(ahead))
-
-
-def _by_kernel(static: Stream, x, y, norm, weight, convolution, ahead):
     from pallas_kernels.layer import row_product as kernels
 
     row, parts = x.reshape(1, -1), None if y is None else y.reshape(-1, y.shape[-1])
-    options: dict[str, Any] = static._asdict() | {"convolution": convolution, "ahead": ahead}
-    *results, state = kernels.stream_product(row, parts, norm, weight, **options)
-    return *(None if a is None else a.reshape(*x.shape[:-1], -1) for a in results), state
-
-
-_stream = token_op(_by_kernel)
+    keep = None if keep is None else jnp.dtype(keep)
+    static: Any = dict(eps=eps, dtype=jnp.dtype(dtype), keep=keep, first=first, ahead=tuple(ahead))
+    s, n, product, state = kernels.stream_product(row, parts, norm, weight, convolution=convolution, **static)
+    leading = x.shape[:-1]
+    n = None if n is None else n.reshape(*leading, -1)
+    return s.reshape(*leading, -1), n, product.reshape(*leading, -1), state

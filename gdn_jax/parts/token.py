@@ -114,6 +114,7 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
     return usable(implementation, part="the step of a token", reason=reason)
 
 
+@token_op
 def mix_token(
     token: Token, gates: Gates
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
@@ -132,10 +133,6 @@ def mix_token(
       o in the channels' dtype, and both states after the token in their dtypes. Numerics: float32, rounded after the
       convolution and at the end.
     """
-    return _mix(gates, token)
-
-
-def _by_kernels(gates: Gates, token: Token):
     from pallas_kernels.device.launch import compiled
 
     return compiled(_run, None)(gates, token)  # by itself: layers of a model share it
@@ -156,6 +153,3 @@ def _run(gates: Gates, token: Token):
     qkv, decay, strength = qkv[:, None], token.decay[:, None], token.strength[:, None]
     o, state = gates.step()(qkv, qkv, qkv, decay, strength, token.state, **options)
     return o[:, 0], conv_state, state
-
-
-_mix = token_op(_by_kernels)

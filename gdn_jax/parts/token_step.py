@@ -68,7 +68,8 @@ def _sizes(args) -> dict[str, int]:
     return {"b": B, "h": Hq} if Hq == Hk else {"b": B}
 
 
-def _run(allow_neg_eigval: bool, *args):
+@token_op
+def _token_step(allow_neg_eigval: bool, *args):
     return run(_by_kernel, allow_neg_eigval, args, _OPERANDS, _RESULTS, _sizes(args))
 
 
@@ -79,6 +80,3 @@ def _by_kernel(allow_neg_eigval: bool, q, k, v, a, b, A_log, dt_bias, state):
     options |= {"read_slots": None, "write_slots": None, "scale": q.shape[-1] ** -0.5}
     o, state = step(*(x[:, None] for x in (q, k, v, a, b)), pool=state, **options)
     return o[:, 0], state
-
-
-_token_step = token_op(_run)
