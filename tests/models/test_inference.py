@@ -11,12 +11,14 @@ from programs import eqns
 from small_layers import drawn
 from small_models import made
 
-from gdn_jax.layers.blocks import RMSNorm
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU
 from gdn_jax.models import LanguageModel, generate
+from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ExpertsConfig, LatentAttentionConfig
 from gdn_jax.models.inference import program
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.inference.projections import ProjectionGroup
+from gdn_jax.models.inference.recurrent import HeadRows
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.models.presets import PRESETS
 
@@ -136,6 +138,16 @@ def test_tokens_of_attention(attention, monkeypatch):
     for t in range(ROW.shape[1]):
         one, cache = step(copy, ROW[:, t : t + 1], cache)
         np.testing.assert_allclose(one[:, 0], whole[:, t], atol=1e-5)
+
+
+def test_a_mesh_that_splits_heads(monkeypatch):
+    """Its devices have their parts of projections, which stay as they are; the rule of a token has a kernel."""
+    monkeypatch.setattr(program, "usable", lambda implementation: True)
+    monkeypatch.setattr(program, "splits_heads", lambda: True)
+    copy = nnx.eval_shape(lambda: for_decoding(LanguageModel(CONFIG, rngs=nnx.Rngs(0)), 1))
+    kinds = [(type(block.mixer), type(block.mlp)) for block in copy.blocks]
+    assert kinds == [(HeadRows, SwiGLU), (Attention, SwiGLU)]
+    assert type(copy.blocks[0].mixer.mixer.q_proj) is nnx.Linear and copy.blocks[0].mixer.ahead == ()
 
 
 @pytest.mark.parametrize("config", [CONFIG, WITH_EXPERTS], ids=["swiglu", "experts"])

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_architecture import FILES, PACKAGES, ROOT, imports
+from test_architecture import FILES, PACKAGES, ROOT, imports, module_name
 
 import gdn_jax
 
@@ -22,6 +22,21 @@ def test_folders_hold_no_names():
     for path in FILES:
         if path.name == "__init__.py" and path.parent not in exporting:
             assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), path
+
+
+def test_layers_and_models_know_no_kernel_of_a_token():
+    """The copy for single tokens alone imports operations that have no derivative, or modules that have them."""
+    operations = set()
+    for path in FILES:
+        found = re.findall(r"@token_op\ndef (\w+)|(\w+) = token_op\(", path.read_text())
+        operations |= {f"{module_name(path)}.{a or b}" for a, b in found}
+    assert {"gdn_jax.parts.token.mix_token", "gdn_jax.parts.experts.row_mixture"} <= operations
+    modules = {name.rpartition(".")[0] for name in operations}
+    for path in FILES:
+        package, *folders = path.relative_to(ROOT).parent.parts
+        if package == "gdn_jax" and folders in (["layers"], ["models"]):
+            names = {imported for imported, _, _ in imports(path)}
+            assert not names & (operations | modules), path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
