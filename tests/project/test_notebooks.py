@@ -333,6 +333,7 @@ VARIES = (
     "05_gates_of_a_language_model",
     "06_inside_a_hybrid",
     "09_cost",
+    "13_where_memory_stops",
 )
 
 
