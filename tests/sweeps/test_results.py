@@ -446,7 +446,7 @@ def test_every_run_is_in_a_table():
     """Tables have the sweeps of their folder, each with its figure, and no line of runs.jsonl is of another one."""
     for path, table in runs().tables().items():
         assert (RESULTS / path).read_text() == table, f"{path}: run python -m results.pages"
-    for place in runs().places.values():
-        assert (RESULTS / place.figure).exists()
+    drawn = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
+    assert drawn == {place.figure for place in runs().places.values()} | figures.DRAWN.keys()
     lines = sum(len(path.read_text().splitlines()) for path in RESULTS.rglob("runs.jsonl"))
     assert lines == sum(len(runs().folder(name)[1]) for name in runs().names)
