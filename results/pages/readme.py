@@ -152,13 +152,15 @@ def accuracy_by_place(r: Numbers) -> list[str]:
         learned to store, and not its capacity. A ranking of rules by 256 pairs ranks such accidents.
 
         *A pilot that intervenes.* [A notebook](../notebooks/13_where_memory_stops.ipynb) trains a small model
-        of two mixers on up to 8 pairs, which stops in the same way. Halving the write strengths of its first
+        of two mixers on up to 8 pairs, which stops in the same way, also where its questions come in random
+        order. Halving the write strengths of its first
         mixer alone moves the stop to later pairs, and doubling them moves it to earlier ones, as if the
         second mixer stored by what the first one has counted.
 
         *What is missing.* The second learning rate of Mamba2's decay and of linear attention with two mixers;
-        linear attention with one; and models that are trained on 256 pairs, for which the gap should go if it
-        is a learned stop. The rates differ between the two settings, because one mixer does not learn 64
+        linear attention with one; models that are trained on 256 pairs, for which the gap should go if it is
+        a learned stop; and questions in an order that is independent of the pairs (`--questions shuffled`):
+        in Zoology's setting pairs that are written early are mostly asked early. The rates differ between the two settings, because one mixer does not learn 64
         pairs at the lower ones. The intervention was not made on models of this size.
 
         *What would refute it.* Accuracy by place that is flat in models of two mixers of the delta rules with
