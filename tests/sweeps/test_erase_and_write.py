@@ -1,6 +1,8 @@
-"""The mixers of `results.erase_and_write` against their equations, and seeds that begin elsewhere."""
+"""The mixers of `results.erase_and_write` against their equations, their runs, and seeds that begin elsewhere."""
 
 import dataclasses
+import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,6 +13,9 @@ from gdn_jax.sweeps.grid import wanted
 from gdn_jax.sweeps.options import GridOptions, SweepOptions
 from gdn_jax.training.tasks.recall import RecallOptions
 from results.erase_and_write import EraseAndWrite
+from results.pages.claims import OWN
+from results.pages.numbers import Numbers
+from results.pages.stored import HALF
 
 
 def test_what_is_erased_and_what_is_written_are_apart():
@@ -41,6 +46,15 @@ def test_what_is_erased_and_what_is_written_are_apart():
             wanted_o[0, t, h] = q[0, t, h] @ S / np.sqrt(8)
     np.testing.assert_allclose(o, wanted_o, atol=1e-5)
     np.testing.assert_allclose(y, whole, atol=1e-6)
+
+
+def test_runs_that_never_come_to_half_are_left_out():
+    runs = Numbers(Path(__file__).parents[2] / "results")
+    [comparison] = [claim.comparisons["erase_50_half"] for claim in OWN if claim.id == "write"]
+    one, other = (runs.scores(arm, HALF) for arm in (comparison.of, comparison.than))
+    both = [seed for seed in one if max(one[seed], other[seed]) < math.inf]
+    assert 0 < len(both) < len(one) == len(other)
+    assert runs.compared("write.erase_50_half").gains == tuple(other[seed] - one[seed] for seed in both)
 
 
 def test_seeds_begin_where_first_seed_says():
