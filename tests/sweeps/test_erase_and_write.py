@@ -1,6 +1,7 @@
 """The mixers of `results.erase_and_write` against their equations, their runs, and seeds that begin elsewhere."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from gdn_jax.sweeps.grid import wanted
 from gdn_jax.sweeps.options import GridOptions, SweepOptions
 from gdn_jax.training.tasks.recall import RecallOptions
 from results.erase_and_write import EraseAndWrite
+from results.pages import apart
 from results.pages.claims import OWN
 from results.pages.numbers import Numbers
 from results.pages.stored import HALF
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_what_is_erased_and_what_is_written_are_apart():
@@ -48,8 +52,16 @@ def test_what_is_erased_and_what_is_written_are_apart():
     np.testing.assert_allclose(y, whole, atol=1e-6)
 
 
+def test_no_run_is_left_out():
+    config, lines = Numbers(RESULTS).folder(apart.SWEEP)
+    o = config["options"]
+    seeds = range(o["first_seed"], o["first_seed"] + o["seeds"])
+    grid = itertools.product(o["mixers"], o["lrs"], o["write_starts"], seeds)
+    assert sorted((x["mixer"], x["lr"], x["write_start"], x["seed"]) for x in lines) == sorted(grid)
+
+
 def test_runs_that_never_come_to_half_are_left_out():
-    runs = Numbers(Path(__file__).parents[2] / "results")
+    runs = Numbers(RESULTS)
     [comparison] = [claim.comparisons["erase_50_half"] for claim in OWN if claim.id == "write"]
     one, other = (runs.scores(arm, HALF) for arm in (comparison.of, comparison.than))
     both = [seed for seed in one if max(one[seed], other[seed]) < math.inf]

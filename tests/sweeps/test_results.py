@@ -429,11 +429,7 @@ def test_grids_are_whole(name):
     """No run of the grid is left out, and none is of another grid."""
     config, lines = runs().folder(name)
     if apart.is_own(config):
-        o = config["options"]
-        seeds = range(o["first_seed"], o["first_seed"] + o["seeds"])
-        wanted = [*itertools.product(o["mixers"], o["lrs"], o["write_starts"], seeds)]
-        assert sorted((x["mixer"], x["lr"], x["write_start"], x["seed"]) for x in lines) == sorted(wanted)
-        return
+        return  # see test_erase_and_write.py
     options, about = report.stored_options(config), runs().about(name)
     o = options.sweep
     there = {grid.as_run(x) for x in lines}
