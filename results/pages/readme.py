@@ -69,7 +69,7 @@ def finding_1(r: Numbers) -> list[str]:
         capacity. Nor do most runs lose pairs when more are stored, as a full memory does: with keys of 64
         numbers, 8000 steps and five seeds, {same} of {len(all_runs)} runs recall the same number of 128 and
         of 256 pairs, within three. Both fit models that learn to stop storing after about the most pairs of
-        training. These runs do not prove it.
+        training. Where the pairs are lost tells the two apart: see [below](#accuracy-by-place).
 
         *Consequence.* The claim that the delta rule recalls more than Mamba2 comes out contradicted in one
         seed below. Do not read the opposite, "a decay recalls more", into the rows of MQAR below: within the
@@ -79,8 +79,8 @@ def finding_1(r: Numbers) -> list[str]:
         of 128 Mamba2's decay recalls nearly all 256 pairs. Why rules without a correction stop later, or not,
         is open.
 
-        *What would refute it.* Accuracy that is equal at every place among the stored pairs; or the same gap
-        between the rules after training on 256 pairs.
+        *What would refute it.* Accuracy that is equal at every place among the stored pairs, which we looked
+        for below; or the same gap between the rules after training on 256 pairs.
         """),
     ]
 
