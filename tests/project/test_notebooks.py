@@ -32,7 +32,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))  # run by
 import compiled_programs
 from notebook_cells import (
     alike,
+    claims,
     code_cells,
+    digest,
     kinds,
     printed,
     small_png,
@@ -366,6 +368,35 @@ def test_a_notebook_begins_afresh(process):
     run(nbformat.v4.new_notebook(cells=[before]), process)
     [cell] = code_cells(run(nbformat.v4.new_notebook(cells=[after]), process))
     assert printed(cell) == "False False [] 1.5\n"
+
+
+WITH_CLAIMS = [path for path in NOTEBOOKS if '"def claim(' in path.read_text()]
+
+
+@pytest.mark.parametrize("path", WITH_CLAIMS, ids=lambda path: path.stem[:2])
+def test_claims_held_in_the_run_that_is_kept(path):
+    """The kept outputs are of a full run of the code as it is. Such a run insists on every claim, and prints it."""
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.get("full_run") == digest(notebook), (
+        f"its code has changed: run python tests/project/test_notebooks.py {path.stem[:2]}"
+    )
+    count = 0
+    for cell in code_cells(notebook):
+        patterns = claims(cell)
+        assert re.search(".*?".join(patterns), printed(cell), re.DOTALL), cell.source
+        count += len(patterns)
+    assert count > 2
+
+
+def test_a_claim_that_was_not_printed_is_found():
+    new = nbformat.v4
+    source = 'def claim(text, holds): ...\nclaim(f"{x:.1f} of", x > 3)\nif x:\n    claim("so (it) is", x)'
+    cell = new.new_code_cell(source, outputs=[new.new_output("stream", text="3.5 of\nso (it) is\n")])
+    assert len(claims(cell)) == 2
+    assert re.search(".*?".join(claims(cell)), printed(cell), re.DOTALL)
+    cell.outputs[0].text = "3.5 of\n"
+    assert not re.search(".*?".join(claims(cell)), printed(cell), re.DOTALL)
+    assert digest(new.new_notebook(cells=[cell])) != digest(new.new_notebook(cells=[]))
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Cells of notebooks and what they show: in the form that is kept, and compared with that of another machine."""
 
+import ast
 import base64
+import hashlib
 import io
 import re
 import struct
@@ -15,6 +17,26 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def digest(notebook) -> str:
+    """Of the code of a notebook. A full run keeps it, so that code which has changed since is found."""
+    code = "\n\n".join(cell.source for cell in code_cells(notebook))
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def claims(cell) -> list[str]:
+    """Patterns of what the claims of a cell print, in their order: their texts, with any value in each brace."""
+    found = []
+    for node in ast.walk(ast.parse(cell.source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call = node.value
+            if isinstance(call.func, ast.Name) and call.func.id == "claim":
+                text = call.args[0]
+                parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                values = (re.escape(x.value) if isinstance(x, ast.Constant) else ".+?" for x in parts)
+                found.append((node.lineno, "".join(values)))
+    return [pattern for _, pattern in sorted(found)]
 
 
 def small_png(encoded: str) -> str:
@@ -51,6 +73,7 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
         "language_info": {"name": "python"},
+        "full_run": digest(notebook),
     }
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i:02d}"
