@@ -142,8 +142,8 @@ def accuracy_by_place(r: Numbers) -> list[str]:
         erases nothing, has at most {max(linear):.1f} %. In models of one mixer the rules recall about as many
         pairs from every eighth: within a run the best and the worst eighth differ by {min(nearly):.0f} to
         {max(nearly):.0f} points. There the delta rules hold the last pairs about as well as the first, and
-        Mamba2's decay holds them worse. So the loss of the later pairs is not that of a full memory: a state
-        that is too small loses pairs of every place, or the oldest.
+        Mamba2's decay holds them worse. So the memory of a model of two mixers is not full: a state that is too small loses
+        pairs of every place, or the oldest.
 
         Mamba2's decay shows that the seed decides: at one learning rate two seeds recall {pairs[2]:.0f} and
         {pairs[1]:.0f} of 256 pairs, from every eighth, and the third recalls {pairs[0]:.0f} and none of the
