@@ -1,6 +1,9 @@
 """A folder of Hugging Face's: config.json and one or more safetensors files."""
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,34 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                     f"{folder / place}: tensor {name} is not there according to {INDEX}, got it in the file"
                 )
     return {name: headers[place][name] for name, place in places.items()}
+
+
+def new_folder(path: Path) -> Path:
+    """The temporary folder, which is not yet made, for one that is to be written.
+
+    Raises:
+      ValueError: one of the two exists.
+    """
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"path: expected a folder that does not exist, got {path}")
+    temporary = path.with_name(path.name + ".tmp")
+    if temporary.exists() or temporary.is_symlink():
+        raise ValueError(
+            f"path: expected no {temporary}: another save_hf writes there, or one was killed and it can be deleted"
+        )
+    return temporary
+
+
+@contextlib.contextmanager
+def writing(temporary: Path, path: Path) -> Iterator[None]:
+    """Makes the temporary folder, and renames it when the block has filled it; after an error nothing is left."""
+    temporary.mkdir(parents=True)
+    try:
+        yield
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
 
 
 def _is_name(place: str) -> bool:

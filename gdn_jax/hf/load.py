@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from gdn_jax.hf import adapter as lora_files
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors, stays_inside
 from gdn_jax.hf.families import Described, describe
 from gdn_jax.hf.family import Family, Names
@@ -21,6 +23,7 @@ from gdn_jax.hf.tensors import Tensor
 from gdn_jax.hf.weights import Weight, same
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.lora import set_lora
 
 HEAD = "lm_head.weight"
 
@@ -63,6 +66,7 @@ def load_hf(
     mesh: Mesh | None = None,
     implementation: str | None = None,
     remat: str = "none",
+    adapter: str | Path | None = None,
 ) -> LanguageModel:
     """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0.
 
@@ -80,6 +84,10 @@ def load_hf(
         divide, the rest is on every one. None: JAX's default device.
       implementation: of the rule, see `gated_delta_rule`.
       remat: what a block keeps for the backward pass, see `ModelConfig`.
+      adapter: folder with adapter_config.json and adapter_model.safetensors, low-rank changes (LoRA) that PEFT wrote
+        for this checkpoint: alone or inside of a model for images, whichever of the two it was trained in. The
+        projections have them as `add_lora` would have added them, in float32: they can be trained, and `merge_lora`
+        makes an ordinary model.
 
     Returns:
       The model, called as any other: `model(tokens)`, `generate(model, tokens, num_tokens)`.
@@ -88,7 +96,7 @@ def load_hf(
       ValueError: the folder holds no whole checkpoint: a file is missing, damaged or cut off, a tensor is missing,
         unknown or of a wrong shape, a scale is no finite number. Names tensor and file.
       NotImplementedError: the checkpoint is of another family, quantized in another way than by FP8 blocks, or has a
-        variant that is not supported.
+        variant that is not supported; the adapter changes more than projections, or in another way (DoRA, biases).
     """
     folder = Path(path)
     found = read_json(folder / CONFIG)
@@ -100,6 +108,7 @@ def load_hf(
     config = dataclasses.replace(config, implementation=implementation, weight_dtype=kept, remat=remat)
     skipped = skipped_of(described, tensors, names)
     plan = check_tensors(folder, weights_of(described.family, config, names), tensors, skipped)
+    changes = {} if adapter is None else lora_files.read_changes(Path(adapter), plan, names)
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     shapes = {name_of(key): leaf for key, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state))}
@@ -108,10 +117,14 @@ def load_hf(
     assert not placed, f"parameters that the model does not have: {[*placed]}"
     nnx.replace_by_pure_dict(state, values)
     model = nnx.merge(graphdef, state)
+    set_lora(model, lora_files.placed(changes, partial(_put, mesh=mesh)))
     read = dict.fromkeys(
         (folder / CONFIG, *(part.file for tensor in tensors.values() for part in tensor.stored))
     )
     outside = tuple(file for file in read if not stays_inside(file, folder))
+    if adapter is not None:
+        read = (Path(adapter) / name for name in (lora_files.CONFIG, lora_files.WEIGHTS))
+        outside += tuple(file for file in read if not stays_inside(file, Path(adapter)))
     model.origin = Origin(folder.resolve(), found, names, skipped, outside)
     return model
 
@@ -220,8 +233,14 @@ def _place(
             like = shapes[name]
             assert array.shape == like.shape, (name, array.shape, like.shape)
             array = np.ascontiguousarray(array.astype(like.dtype))
-            placed = jax.device_put(array, None if mesh is None else sharding_of(array.shape, mesh))
-            yield name, placed.block_until_ready()  # or arrays that wait for their transfer would pile up
+            yield (
+                name,
+                _put(array, mesh).block_until_ready(),
+            )  # or arrays that wait for their transfer would pile up
+
+
+def _put(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    return jax.device_put(array, None if mesh is None else sharding_of(array.shape, mesh))
 
 
 def sharding_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

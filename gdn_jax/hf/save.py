@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from flax import nnx
 
 from gdn_jax.commands.files import replacing, write_text
 from gdn_jax.hf import float8
-from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, stays_inside
+from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, new_folder, stays_inside, writing
 from gdn_jax.hf.families import FAMILIES, Described, describe
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.float8 import Scaled
@@ -66,15 +65,9 @@ def save_hf(
       NotImplementedError: no family has such a model, with the reason for each, or the family has no FP8 checkpoints.
     """
     folder = Path(path)
-    if folder.exists() or folder.is_symlink():
-        raise ValueError(f"path: expected a folder that does not exist, got {folder}")
+    temporary = new_folder(folder)
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"max_file_bytes: expected a whole number, 1 or more, got {max_file_bytes!r}")
-    temporary = folder.with_name(folder.name + ".tmp")
-    if temporary.exists() or temporary.is_symlink():
-        raise ValueError(
-            f"path: expected no {temporary}: another save_hf writes there, or one was killed and it can be deleted"
-        )
     if weight_dtype not in (None, model.config.weight_dtype, "float8"):
         raise ValueError(
             f"weight_dtype: expected {model.config.weight_dtype!r}, as the model is, or 'float8', got "
@@ -103,16 +96,11 @@ def save_hf(
     parts += [part for tensor in skipped for part in storage.copied(tensor)]
     fields |= storage.fields([entry for part in parts for entry in part.entries])
     companions = [] if origin is None else _companions(origin)
-    temporary.mkdir(parents=True)
-    try:
+    with writing(temporary, folder):
         _write(temporary, parts, max_file_bytes)
         for file in companions:
             shutil.copyfile(file, temporary / file.name)
         write_text(temporary / CONFIG, json.dumps(fields, indent=2) + "\n")
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
 
 
 def _in_blocks(storage: Plain, family: Family, described: Described | None) -> InBlocks:

@@ -57,13 +57,16 @@ def rows(tensor: str, params: dict[str, int], inputs: int, groups: int = 1) -> W
     """
     sizes = list(params.values())
 
+    # Of any number of columns: the second factor of a low-rank change has the same rows and few columns.
     def read(tensors):
         (tensor,) = tensors
-        return [part.reshape(-1, inputs).T for part in _parts(tensor.reshape(groups, -1, inputs), sizes)]
+        columns = tensor.shape[1]
+        return [part.reshape(-1, columns).T for part in _parts(tensor.reshape(groups, -1, columns), sizes)]
 
     def write(params):
-        parts = [param.T.reshape(groups, size, inputs) for param, size in zip(params, sizes, strict=True)]
-        yield np.concatenate(parts, 1).reshape(-1, inputs)
+        columns = len(params[0])
+        parts = [param.T.reshape(groups, size, columns) for param, size in zip(params, sizes, strict=True)]
+        yield np.concatenate(parts, 1).reshape(-1, columns)
 
     return Weight({tensor: (groups * sum(sizes), inputs)}, tuple(params), read, write)
 

@@ -6,10 +6,11 @@ merge_lora(model)                                              # an ordinary mod
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -21,6 +22,14 @@ class LoRAParam(nnx.Param):
     """A parameter of a low-rank change."""
 
 
+class Change(NamedTuple):
+    """A low-rank change W + scale A B of a projection [inputs, outputs], with float32 factors."""
+
+    a: Float[Array, "D R"] | np.ndarray
+    b: Float[Array, "R E"] | np.ndarray
+    scale: float
+
+
 class LoRALinear(nnx.Linear):
     """x (W + scale A B) + bias: a projection with a low-rank change, which is 0 at the beginning.
 
@@ -29,6 +38,7 @@ class LoRALinear(nnx.Linear):
       rank: width between A and B.
       scale: factor of the change.
       rngs: source of A.
+      change: A and B, float32, where they are known.
 
     Parameters: those of `base`; a [inputs, rank], LeCun normal, and b [rank, outputs], zeros, both float32.
 
@@ -37,15 +47,26 @@ class LoRALinear(nnx.Linear):
     Source: Hu et al. 2021 (arXiv 2106.09685).
     """
 
-    def __init__(self, base: nnx.Linear, rank: int, scale: float, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        base: nnx.Linear,
+        rank: int,
+        scale: float,
+        *,
+        rngs: nnx.Rngs | None = None,
+        change: tuple[Any, Any] | None = None,
+    ):
         # Not that of nnx.Linear, which makes a weight: here it is a property, for those who read it.
         self.base = base
         self.in_features, self.out_features = base.in_features, base.out_features
         self.dot_general = base.dot_general
         self.scale = scale
-        init = nnx.initializers.lecun_normal()
-        self.a = LoRAParam(init(rngs.params(), (base.in_features, rank), jnp.float32))
-        self.b = LoRAParam(jnp.zeros((rank, base.out_features), jnp.float32))
+        if change is None:
+            assert rngs is not None
+            init = nnx.initializers.lecun_normal()
+            a = init(rngs.params(), (base.in_features, rank), jnp.float32)
+            change = a, jnp.zeros((rank, base.out_features), jnp.float32)
+        self.a, self.b = map(LoRAParam, change)
 
     @property
     def kernel(self) -> Any:  # pyrefly: ignore[bad-override]
@@ -101,9 +122,8 @@ def add_lora(
         raise ValueError(f"rank: expected a positive integer, got {rank}")
     if alpha is not None and not 0 < alpha < math.inf:
         raise ValueError(f"alpha: expected a positive number, got {alpha}")
-    if any(isinstance(part, LoRALinear) for _, _, part in _parts(model)):
-        raise ValueError("model: expected one without low-rank changes, got one that has them")
-    places = [*_parts(model)]
+    _check_plain(model)
+    places = [*_parts(model).values()]
     names = {name for _, name, _ in places}
     for name in projections:
         if name not in names:
@@ -113,17 +133,60 @@ def add_lora(
             setattr(part, name, LoRALinear(linear, rank, (alpha or rank) / rank, rngs=rngs))
 
 
+def set_lora(model: LanguageModel, changes: Mapping[str, Change]) -> None:
+    """Gives projections these low-rank changes; changes the model in place.
+
+    Args:
+      model: the model.
+      changes: by the projections' places, as "blocks.0.mixer.q_proj", "blocks.0.mlp.shared.up_proj".
+
+    Raises:
+      ValueError: the model has low-rank changes, or no such projection of these sizes; names it.
+    """
+    _check_plain(model)
+    places = _parts(model)
+    for place, change in changes.items():
+        if place not in places:
+            raise ValueError(f"changes: expected places of projections, got {place}")
+        owner, name, linear = places[place]
+        rank = change.a.shape[-1]
+        sizes, wanted = (
+            (change.a.shape, change.b.shape),
+            ((linear.in_features, rank), (rank, linear.out_features)),
+        )
+        if sizes != wanted:
+            raise ValueError(f"changes: expected A and B of shapes {wanted} for {place}, got {sizes}")
+        setattr(owner, name, LoRALinear(linear, rank, change.scale, change=(change.a, change.b)))
+
+
+def lora_changes(model: LanguageModel) -> dict[str, Change]:
+    """The low-rank changes of a model by the places of their projections, as `set_lora` takes them."""
+    return {
+        place: Change(linear.a[...], linear.b[...], linear.scale)
+        for place, (_, _, linear) in _parts(model).items()
+        if isinstance(linear, LoRALinear)
+    }
+
+
 def merge_lora(model: LanguageModel) -> None:
     """Adds the low-rank changes of a model to its weights, in place: it is an ordinary model again."""
-    for part, name, linear in [*_parts(model)]:
+    for part, name, linear in _parts(model).values():
         if isinstance(linear, LoRALinear):
             setattr(part, name, linear.merged())
 
 
-def _parts(model: LanguageModel) -> Iterator[tuple[Any, str, nnx.Linear]]:
-    """(owner, name, projection) of the projections of mixers and MLPs, those of a shared expert too."""
-    for block in model.blocks:
-        for owner in (block.mixer, block.mlp, getattr(block.mlp, "shared", None)):
+def _check_plain(model: LanguageModel) -> None:
+    if lora_changes(model):
+        raise ValueError("model: expected one without low-rank changes, got one that has them")
+
+
+def _parts(model: LanguageModel) -> dict[str, tuple[Any, str, nnx.Linear]]:
+    """(owner, name, projection) of the projections of mixers and MLPs, those of a shared expert too, by place."""
+    found = {}
+    for i, block in enumerate(model.blocks):
+        owners = {"mixer": block.mixer, "mlp": block.mlp, "mlp.shared": getattr(block.mlp, "shared", None)}
+        for place, owner in owners.items():
             for name, part in ({} if owner is None else vars(owner)).items():
                 if isinstance(part, nnx.Linear):
-                    yield owner, name, part
+                    found[f"blocks.{i}.{place}.{name}"] = owner, name, part
+    return found

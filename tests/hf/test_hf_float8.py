@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import struct
 from pathlib import Path
 
 import hf_checkpoints
@@ -13,6 +12,7 @@ import pytest
 import small_models
 from flax import nnx
 from harness import tiers
+from safetensors_files import write
 
 from gdn_jax.commands import cli
 from gdn_jax.hf import load_hf, save_hf
@@ -128,18 +128,6 @@ def ours(matrix, block, scale_dtype):
     return values, scales, meant
 
 
-def write(folder, tensors):
-    """A safetensors file of (dtype, array)s by name."""
-    header, end, content = {}, 0, b""
-    for name, (dtype, array) in tensors.items():
-        data = np.ascontiguousarray(array).tobytes()
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [end, end + len(data)]}
-        end += len(data)
-        content += data
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + content)
-
-
 def quantise(folder, block=(128, 128), scale_dtype=ml_dtypes.bfloat16, fused=False, **fields):
     """Quantises a float32 checkpoint in its folder; returns the matrices that it means by name."""
     found = {name: tensor.read() for name, tensor in read_tensors(folder).items()}
@@ -154,7 +142,7 @@ def quantise(folder, block=(128, 128), scale_dtype=ml_dtypes.bfloat16, fused=Fal
         tensors[f"{name}_scale_inv"] = kinds[np.dtype(scale_dtype).name], scales
     if fused:
         tensors, meant = join_experts(tensors, meant, found, block)
-    write(folder, tensors)
+    write(folder / "model.safetensors", tensors)
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     hf_checkpoints.change_config(folder, quantization_config=quantization | fields)
     return meant
@@ -218,7 +206,10 @@ def test_other_sizes_are_read_as_they_are_meant(name, options, plain, tmp_path):
         name: ("F32", tensor.read()) for name, tensor in read_tensors(folder).items() if tensor.dtype == "F32"
     }
     found = {name: x for name, x in found.items() if not name.endswith("_scale_inv")}
-    write(dense, found | {name: ("F32", x.astype(np.float32)) for name, x in meant.items()})
+    write(
+        dense / "model.safetensors",
+        found | {name: ("F32", x.astype(np.float32)) for name, x in meant.items()},
+    )
     for dtype in ("float32", "bfloat16"):
         assert_same(params(load_hf(folder, dtype=dtype)), params(load_hf(dense, dtype=dtype)))
 
@@ -391,7 +382,7 @@ def test_a_damaged_checkpoint_is_refused_whole(damage, message, plain, tmp_path)
     quantise(folder, scale_dtype=np.float32)
     tensors = {name: (tensor.dtype, tensor.stored_values()) for name, tensor in read_tensors(folder).items()}
     damage(tensors)
-    write(folder, tensors)
+    write(folder / "model.safetensors", tensors)
     with pytest.raises((ValueError, NotImplementedError), match=message) as raised:
         load_hf(folder)
     assert str(tmp_path) in str(raised.value)

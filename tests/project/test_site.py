@@ -106,7 +106,7 @@ CHECKS_NOTHING = {
     "gdn_jax.layers": {"RecurrentMixer", "RecurrentCache"},
     "gdn_jax.models": {"Block", "LanguageModel", "NoDecayParam", "weight_decay_mask"},
     "gdn_jax.models.inference.program": {"for_inference", "for_decoding"},
-    "gdn_jax.models.lora": {"merge_lora"},
+    "gdn_jax.models.lora": {"merge_lora", "lora_changes"},
     "gdn_jax.inspect.analysis": {"memory_horizon"},
     "gdn_jax.rules": {
         "Rule",
