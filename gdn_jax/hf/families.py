@@ -28,11 +28,17 @@ OTHERS = {
     "kimi_k3": "residuals by attention, experts of a latent width and the activation situ are not supported",
     "glm5_next": _GLM,
     "glm5_next_text": _GLM,
-    "minicpmv4_6": "the Qwen3.5 inside it has other tensors around it, which are not supported",
-    "minicpm_ocr": "the Qwen3.5 inside it has other tensors around it, which are not supported",
-    "jev": "the Qwen3.5 inside it has other tensors around it, which are not supported",
+    "jev": "the Qwen3.5 inside it has a head for decisions in the place of logits, which is not supported",
 }
 """Relatives that are not supported, with the reason."""
+
+IMAGES = ("visual",)
+"""Beginnings of the names of tensors for images, after `model.`, in models of a family."""
+_MINICPM = ("vision_tower", "vpm", "vit_merger", "merger")
+AROUND = {"minicpmv4_6": _MINICPM, "minicpmv4_7": _MINICPM, "minicpm_ocr": _MINICPM}
+"""Models for images around a decoder of a family, which the model_type of their text_config names: beginnings of the
+names of their other tensors, after `model.`. Source: `modular_minicpmv4_6.py` and `modular_minicpmv4_7.py` of
+transformers, and the names that vLLM maps (`minicpmv4_6.py`)."""
 
 
 class Described(NamedTuple):
@@ -43,12 +49,14 @@ class Described(NamedTuple):
       fields: of the decoder: those of `text_config` where there is one.
       nested: whether there is one.
       quantization: of matrices in 8 bits; None for a checkpoint without them.
+      images: beginnings of the names of tensors for images, after `model.`.
     """
 
     family: Family
     fields: Fields
     nested: bool
     quantization: float8.Float8 | None = None
+    images: tuple[str, ...] = IMAGES
 
 
 def describe(config: dict[str, Any], where: str) -> Described:
@@ -67,11 +75,15 @@ def describe(config: dict[str, Any], where: str) -> Described:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ValueError(f"{where}: expected model_type of type str, got {brief(kind)}")
-    family = next((family for family in FAMILIES if kind in family.model_types), None)
+    named, told = kind, brief(kind)
+    if kind in AROUND:
+        named = text.get("model_type") if nested else None
+        told += f" around a text_config of model_type {brief(named)}"
+    family = next((family for family in FAMILIES if named in family.model_types), None)
     if family is None:
-        known = ", ".join(name for family in FAMILIES for name in family.model_types)
+        known = ", ".join([*(name for family in FAMILIES for name in family.model_types), *AROUND])
         reason = OTHERS.get(kind, "only hybrid models of Gated DeltaNet are opened")
-        raise NotImplementedError(f"{where}: model_type {brief(kind)}: {reason}. Supported are {known}")
+        raise NotImplementedError(f"{where}: model_type {told}: {reason}. Supported are {known}")
     quantization = float8.described(config, where)
     if nested:
         # What stands outside holds for the decoder where it does not say otherwise.
@@ -83,4 +95,4 @@ def describe(config: dict[str, Any], where: str) -> Described:
     if nested:
         fields.check_quantization()
     fields.check_layers_alike()
-    return Described(family, fields, nested, quantization)
+    return Described(family, fields, nested, quantization, AROUND.get(kind, IMAGES))

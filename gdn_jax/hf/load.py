@@ -27,8 +27,6 @@ from gdn_jax.models.lora import set_lora
 
 HEAD = "lm_head.weight"
 
-_SKIPPED = re.compile(r"(model\.)?(visual|mtp)\.")
-
 
 def tensors_of(folder: Path, described: Described) -> dict[str, Tensor | Scaled]:
     """The tensors of a checkpoint by name, matrices in 8 bits with their scales; reads headers only.
@@ -50,12 +48,13 @@ def skipped_of(described: Described, tensors: dict[str, Any], names: Names) -> t
     more = described.fields.values.get("num_nextn_predict_layers")
     first, more = described.fields.size("num_hidden_layers"), more if isinstance(more, int) else 0
     of_layer = re.compile(re.escape(names.prefix) + r"layers\.(0|[1-9][0-9]{0,9})\.")
+    of_part = re.compile(rf"(model\.)?({'|'.join(described.images)}|mtp)\.")
 
     def comes_after(name: str) -> bool:
         layer = of_layer.match(name)
         return layer is not None and first <= int(layer[1]) < first + more
 
-    return tuple(name for name in tensors if _SKIPPED.match(name) or comes_after(name))
+    return tuple(name for name in tensors if of_part.match(name) or comes_after(name))
 
 
 def load_hf(
@@ -68,7 +67,8 @@ def load_hf(
     remat: str = "none",
     adapter: str | Path | None = None,
 ) -> LanguageModel:
-    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0.
+    """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0, also the
+    Qwen3.5 inside of a MiniCPM-V 4.6, 4.7 or MiniCPM-OCR.
 
     Tensors are read one by one, and every one is on its devices before the next is read: the host needs the memory of
     the largest one beside the model. A model for images and text is loaded as its language model; what it does not
