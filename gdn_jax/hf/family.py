@@ -42,6 +42,7 @@ class Family:
       weights: of the blocks of a model.
       embedding: name of its tensor, behind the prefix.
       eight_bits: finds the names of matrices that FP8 checkpoints of the family have in 8 bits; None: there are none.
+      mtp: weights of the head for the token after the next; None: such a head is not known.
     """
 
     model_types: tuple[str, ...]
@@ -52,3 +53,4 @@ class Family:
     weights: Callable[[ModelConfig, Names], Iterator[Weight]]
     embedding: str = "embed_tokens"
     eight_bits: re.Pattern[str] | None = None
+    mtp: Callable[[ModelConfig, Names], Iterator[Weight]] | None = None

@@ -1,6 +1,7 @@
 """Loading a Hugging Face checkpoint into a `LanguageModel`."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from gdn_jax.hf.weights import Weight, same
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.lora import set_lora
+from gdn_jax.models.mtp import MTPHead
 
 HEAD = "lm_head.weight"
 
@@ -40,11 +42,23 @@ def tensors_of(folder: Path, described: Described) -> dict[str, Tensor | Scaled]
     return described.quantization.joined(folder, tensors)
 
 
-def skipped_of(described: Described, tensors: dict[str, Any], names: Names) -> tuple[str, ...]:
+def head_of(described: Described, config: ModelConfig, tensors: dict[str, Any], names: Names) -> list[Weight]:
+    """The weights of the head for the token after the next; none where the checkpoint lacks one of its tensors."""
+    if described.family.mtp is None or "attention" not in config.types:
+        return []
+    weights = [*described.family.mtp(config, names)]
+    return weights if all(name in tensors for weight in weights for name in weight.tensors) else []
+
+
+def skipped_of(
+    described: Described, tensors: dict[str, Any], names: Names, head: Iterable[Weight] = ()
+) -> tuple[str, ...]:
     """Names of the tensors of parts that our models do not have: of images, and of the prediction of several tokens.
 
-    The latter may be layers after those of the decoder, as many as `num_nextn_predict_layers`.
+    The latter may be layers after those of the decoder, as many as `num_nextn_predict_layers`. The `head` is one of
+    our parts.
     """
+    read = {name for weight in head for name in weight.tensors}
     more = described.fields.values.get("num_nextn_predict_layers")
     first, more = described.fields.size("num_hidden_layers"), more if isinstance(more, int) else 0
     of_layer = re.compile(re.escape(names.prefix) + r"layers\.(0|[1-9][0-9]{0,9})\.")
@@ -54,7 +68,8 @@ def skipped_of(described: Described, tensors: dict[str, Any], names: Names) -> t
         layer = of_layer.match(name)
         return layer is not None and first <= int(layer[1]) < first + more
 
-    return tuple(name for name in tensors if of_part.match(name) or comes_after(name))
+    found = (name for name in tensors if of_part.match(name) or comes_after(name))
+    return tuple(name for name in found if name not in read)
 
 
 def load_hf(
@@ -73,6 +88,10 @@ def load_hf(
     Tensors are read one by one, and every one is on its devices before the next is read: the host needs the memory of
     the largest one beside the model. A model for images and text is loaded as its language model; what it does not
     use is listed in `model.origin.skipped`.
+
+    A head for the token after the next, of Qwen's models, comes with the checkpoint that has its tensors: it is
+    `model.mtp`, and `model.mtp_logits(tokens)` calls it. Nothing else does: set `model.mtp = None` to do without it,
+    as before training, which would not reach it.
 
     Args:
       path: folder with config.json and model.safetensors, or with files that an index lists.
@@ -106,10 +125,12 @@ def load_hf(
     config = config_of(described, dtype, tensors, names)
     kept = config.weight_dtype if weight_dtype is None else weight_dtype
     config = dataclasses.replace(config, implementation=implementation, weight_dtype=kept, remat=remat)
-    skipped = skipped_of(described, tensors, names)
-    plan = check_tensors(folder, weights_of(described.family, config, names), tensors, skipped)
+    head = head_of(described, config, tensors, names)
+    skipped = skipped_of(described, tensors, names, head)
+    weights = itertools.chain(weights_of(described.family, config, names), head)
+    plan = check_tensors(folder, weights, tensors, skipped)
     changes = {} if adapter is None else lora_files.read_changes(Path(adapter), plan, names)
-    abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: _made(config, bool(head)))
     graphdef, state = nnx.split(abstract)
     shapes = {name_of(key): leaf for key, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(state))}
     placed = dict(_place(plan, tensors, shapes, mesh))
@@ -125,7 +146,15 @@ def load_hf(
     if adapter is not None:
         read = (Path(adapter) / name for name in (lora_files.CONFIG, lora_files.WEIGHTS))
         outside += tuple(file for file in read if not stays_inside(file, Path(adapter)))
-    model.origin = Origin(folder.resolve(), found, names, skipped, outside)
+    names_of_head = tuple(name for weight in head for name in weight.tensors)
+    model.origin = Origin(folder.resolve(), found, names, skipped, outside, names_of_head)
+    return model
+
+
+def _made(config: ModelConfig, head: bool) -> LanguageModel:
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    if head:
+        model.mtp = nnx.data(MTPHead(config, rngs=nnx.Rngs(0)))
     return model
 
 

@@ -15,7 +15,8 @@ class Origin:
       path: of its folder.
       config: its config.json.
       names: of its tensors.
-      skipped: names of tensors that the model does not use: of images, and of the prediction of several tokens.
+      skipped: names of tensors that the model does not use: of images, and of other heads for more tokens.
+      head: names of the tensors of the head for the token after the next, which `model.mtp` is.
       outside: files that were links out of the folder when they were read, which `save_hf` does not publish.
     """
 
@@ -24,3 +25,4 @@ class Origin:
     names: Names
     skipped: tuple[str, ...]
     outside: tuple[Path, ...] = ()
+    head: tuple[str, ...] = ()

@@ -80,6 +80,7 @@ DENSE = Family(
     fields=_dense_fields,
     weights=_weights,
     eight_bits=qwen3_next.EIGHT_BITS,
+    mtp=qwen3_next.mtp_weights,
 )
 MOE = Family(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
@@ -89,4 +90,5 @@ MOE = Family(
     fields=_moe_fields,
     weights=_weights,
     eight_bits=qwen3_next.EIGHT_BITS,
+    mtp=qwen3_next.mtp_weights,
 )

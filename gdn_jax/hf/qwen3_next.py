@@ -4,6 +4,7 @@ The norms have zero-centred weights, but for the one at the output of a GatedDel
 norm of queries and keys in each head, and partial rotary positions. Source: `modeling_qwen3_next.py` of transformers.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -241,6 +242,23 @@ def norm_weights(config: ModelConfig, layer: int, names: Names) -> Iterator[Weig
     yield same(f"{tensors}.post_attention_layernorm.weight", f"{params}.mlp_norm.weight", config.hidden_size)
 
 
+def mtp_weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
+    """Weights of the head for the token after the next: its layer has the names of a layer with attention."""
+    hidden, inner = config.hidden_size, Names("mtp.", names.found)
+    yield projection("mtp.fc.weight", "mtp.fc.kernel", hidden, 2 * hidden)
+    for name in ("embedding", "hidden"):
+        yield same(f"mtp.pre_fc_norm_{name}.weight", f"mtp.{name}_norm.weight", hidden)
+    yield same("mtp.norm.weight", "mtp.norm.weight", hidden)
+    yield from _in_block(norm_weights(config, 0, inner))
+    yield from _in_block(attention_weights(config, "mtp.layers.0.self_attn", "blocks.0.mixer"))
+    yield from _in_block(mlp_weights(dataclasses.replace(config, dense_layers=()), 0, inner))
+
+
+def _in_block(weights: Iterator[Weight]) -> Iterator[Weight]:
+    for weight in weights:
+        yield weight._replace(params=tuple("mtp.block." + p.removeprefix("blocks.0.") for p in weight.params))
+
+
 def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
     """[q | k | v | z] and [b | a] of each key head in turn, with the value heads that read it."""
     groups = config.num_heads
@@ -274,4 +292,5 @@ FAMILY = Family(
     fields=_fields,
     weights=_weights,
     eight_bits=EIGHT_BITS,
+    mtp=mtp_weights,
 )

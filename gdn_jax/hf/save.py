@@ -83,6 +83,8 @@ def save_hf(
     if weight_dtype == "float8":
         storage, names = _in_blocks(storage, family, described), Names(names.prefix)  # experts one by one
     plan = [*weights_of(family, model.config, names)]
+    if model.mtp is not None and family.mtp is not None:
+        plan += family.mtp(model.config, names)
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
     if extra := params.keys() - {name for weight in plan for name in weight.params}:
@@ -92,7 +94,7 @@ def save_hf(
             + ("; call merge_lora first" if changed else "")
         )
     parts = [part for weight in plan for part in storage.parts(weight, params)]
-    skipped = [] if origin is None or described is None else _skipped(origin, described)
+    skipped = [] if origin is None or described is None else _skipped(origin, described, model.mtp is None)
     parts += [part for tensor in skipped for part in storage.copied(tensor)]
     fields |= storage.fields([entry for part in parts for entry in part.entries])
     companions = [] if origin is None else _companions(origin)
@@ -176,20 +178,21 @@ def _companions(origin: Origin) -> list[Path]:
     return files
 
 
-def _skipped(origin: Origin, described: Described) -> list[Tensor | Scaled]:
-    """The tensors that a loaded model does not use, where they lie."""
-    if not origin.skipped:
+def _skipped(origin: Origin, described: Described, headless: bool) -> list[Tensor | Scaled]:
+    """The tensors that a loaded model does not use, where they lie; those of its head, too, if it has lost it."""
+    names = origin.skipped + (origin.head if headless else ())
+    if not names:
         return []
     try:
         tensors = tensors_of(origin.path, described)
-        found = [tensors[name] for name in origin.skipped]
+        found = [tensors[name] for name in names]
         for file in {part.file for tensor in found for part in tensor.stored}:
             if not stays_inside(file, origin.path):
                 raise ValueError(f"{file} is a link to {file.resolve()}")
         return found
     except (ValueError, KeyError, OSError) as error:
         raise ValueError(
-            f"model: expected {origin.path}, from which it was loaded, with the {len(origin.skipped)} tensors that "
+            f"model: expected {origin.path}, from which it was loaded, with the {len(names)} tensors that "
             f"are copied, got: {error}"
         ) from None
 

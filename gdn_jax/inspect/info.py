@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from gdn_jax.commands.fields import Positive
 from gdn_jax.commands.tables import print_whole
 from gdn_jax.hf.checkpoint import CONFIG, read_json
 from gdn_jax.hf.families import describe
-from gdn_jax.hf.load import check_tensors, config_of, names_of, skipped_of, tensors_of, weights_of
+from gdn_jax.hf.load import check_tensors, config_of, head_of, names_of, skipped_of, tensors_of, weights_of
 from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.inspect.analysis import memory_horizon
 from gdn_jax.layers.mixer import MixerCosts, Start
@@ -123,9 +123,11 @@ def _of_checkpoint(path: Path) -> tuple[str, ModelConfig, list[str], float | Non
     tensors = tensors_of(path, described)
     names = names_of(described, tensors)
     config = config_of(described, None, tensors, names)
-    skipped = skipped_of(described, tensors, names)
-    check_tensors(path, weights_of(described.family, config, names), tensors, skipped)
-    return f"{path}: {found['model_type']}", config, [*skipped], None
+    head = head_of(described, config, tensors, names)
+    skipped = skipped_of(described, tensors, names, head)
+    check_tensors(path, chain(weights_of(described.family, config, names), head), tensors, skipped)
+    more = ", with a head for the token after the next that is not counted" if head else ""
+    return f"{path}: {found['model_type']}{more}", config, [*skipped], None
 
 
 def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:

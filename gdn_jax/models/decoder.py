@@ -93,6 +93,7 @@ class LanguageModel(nnx.Module):
         head = None if config.tie_embeddings else init(rngs.params(), self.embedding.shape, dtype)
         self.head = None if head is None else nnx.Param(head)
         self.origin: Any = None  # of a model that was loaded, see `gdn_jax.hf.load_hf`
+        self.mtp: Any = None  # its head for the token after the next, an `MTPHead`
 
     def init_cache(self, batch: int, capacity: int | None = None) -> Cache:
         """The cache before the first token.
@@ -144,6 +145,29 @@ class LanguageModel(nnx.Module):
             around=around,
         )
         return self.logits(x), cache
+
+    def mtp_logits(
+        self, tokens: Int[Array, "B T"], *, mask: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T1 vocab"]:
+        """Logits of the token after the next, by the head of a model that was loaded with one.
+
+        Args:
+          tokens: [B, T], T >= 2, integers in [0, vocab_size).
+          mask: True at tokens, False at padding on the left or right of a row.
+
+        Returns:
+          [B, T - 1, vocab_size], float32: entry t is for token t + 2, from the tokens up to t + 1. It means something
+          where token t and token t + 1 are tokens.
+
+        Raises:
+          ValueError: the model has no such head, or an argument is wrong; names it.
+        """
+        if self.mtp is None:
+            raise ValueError(
+                "model: expected one with a head for the token after the next, which load_hf brings where a "
+                "checkpoint of Qwen has all its tensors, got one without"
+            )
+        return self.mtp.logits(self, tokens, mask)
 
     def hidden_states(
         self,

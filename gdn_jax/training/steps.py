@@ -117,6 +117,7 @@ def start_model(task: TaskOptions, model: ModelOptions, vocab_size: int, seed: i
         )
     except (ValueError, NotImplementedError) as error:
         raise RunError(f"--from: {error}") from error
+    made.mtp = None  # no loss reaches a head for the token after the next
     if rank is not None:
         try:
             add_lora(made, rank, projections=start.lora_projections, rngs=nnx.Rngs(seed))

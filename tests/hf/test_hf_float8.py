@@ -244,14 +244,17 @@ def test_a_model_is_written_in_8_bits(name, plain, tmp_path):
 
 @pytest.mark.parametrize("name", tiers(FP8, FP8[1:], FP8[:1]))
 def test_a_published_form_is_written_in_both(name, tmp_path):
-    """Also the head for more tokens, which is in 8 bits too, and which the model does not use."""
+    """Also the head for more tokens, which is in 8 bits too, where the model has lost it."""
     model = load_hf(DATA / name)
+    model.mtp = None
     before = read_tensors(DATA / name)
     save_hf(model, tmp_path / "wide")
     after = read_tensors(tmp_path / "wide")
     assert {key for key in before if not key.endswith("_scale_inv")} == after.keys()
     assert {tensor.dtype for tensor in after.values()} == {"BF16", "F32"}
-    assert_same(params(load_hf(tmp_path / "wide")), params(model))
+    again = load_hf(tmp_path / "wide")
+    again.mtp = None
+    assert_same(params(again), params(model))
     head = "mtp.layers.0.self_attn.o_proj.weight"
     values, scales = (before[key].stored_values().astype(np.float32) for key in (head, head + "_scale_inv"))
     spread = np.kron(scales, np.ones((128, 128), np.float32))[: values.shape[0], : values.shape[1]]

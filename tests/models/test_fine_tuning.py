@@ -127,6 +127,12 @@ def test_weights_that_are_trained_are_float32(checkpoint, rank):
     assert kept == (set() if rank is None else {"bfloat16", "float32"})  # A_log and dt_bias are float32
 
 
+def test_a_head_for_the_token_after_the_next_is_not_trained():
+    """No loss reaches it, and weight decay would."""
+    folder = Path(__file__).parents[1] / "data" / "qwen3_5_mtp"
+    assert start_model(TokensOptions(from_=folder), ModelOptions(), 199, 0).mtp is None
+
+
 TINY = "--length 16 --val-tokens 64 --batch-size 4 --sample-tokens 2 --implementation recurrent".split()
 TINY += "--steps 4 --log-every 1 --eval-every 3 --save-every 4".split()
 
