@@ -32,6 +32,7 @@ LARGEST = 448.0
 _KNOWN = {
     "activation_scheme": ("dynamic",),
     "fmt": ("e4m3",),
+    "scale_fmt": ("float",),
     "weight_per_tensor": (False,),
     "act_per_tensor": (False,),
     "dequantize": (False, True),
@@ -191,7 +192,7 @@ def described(config: dict[str, Any], where: str) -> Float8 | None:
     for name, value in found.items():
         if name in ("quant_method", "weight_block_size", *_LISTS) or value is None:
             continue
-        if value not in _KNOWN.get(name, ()):
+        if value not in _KNOWN.get(name, (False, {}, [])):
             known = " or ".join(map(repr, _KNOWN.get(name, (None,))))
             raise NotImplementedError(f"{where}: {name} = {brief(value)}: only {known} is supported")
     block = found.get("weight_block_size")
@@ -241,9 +242,11 @@ def block_scales(matrix: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     Raises:
       ValueError: a number of the matrix is not finite.
     """
-    largest = np.abs(matrix.astype(np.float32))
-    for axis, size in enumerate(block):
-        largest = np.maximum.reduceat(largest, range(0, matrix.shape[axis], size), axis)
+    height, lefts = block[0], range(0, matrix.shape[1], block[1])
+    largest = np.empty(scales_shape(matrix.shape, block), np.float32)
+    for i in range(len(largest)):
+        stripe = np.abs(matrix[i * height : (i + 1) * height]).max(0)
+        largest[i] = np.maximum.reduceat(stripe.astype(np.float32), lefts)
     if not np.isfinite(largest).all():
         raise ValueError("expected finite numbers, got NaN or infinity")
     return np.maximum(largest / LARGEST, np.float32(2.0**-126)).astype(jnp.bfloat16)

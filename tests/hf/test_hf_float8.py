@@ -189,8 +189,13 @@ def copied(plain, name, to):
     "name, options",
     [
         ("dense", {}),
-        ("dense", dict(scale_dtype=np.float32, block=(64, 32), weight_per_tensor=False)),
-        ("moe", dict(scale_dtype=np.float16, fmt="e4m3", ignored_layers=["lm_head"], dequantize=None)),
+        ("dense", dict(scale_dtype=np.float32, block=(64, 32), weight_per_tensor=False, scale_fmt="float")),
+        (
+            "moe",
+            dict(
+                scale_dtype=np.float16, fmt="e4m3", ignored_layers=["lm_head"], dequantize=None, other=False
+            ),
+        ),
         ("moe", dict(fused=True)),
     ],
     ids=["dense", "other blocks", "experts", "fused"],
@@ -407,7 +412,7 @@ def test_a_cut_file_is_refused(plain, tmp_path):
         (dict(quant_method=None), "quant_method = None: only 'fp8' is supported"),
         (dict(activation_scheme="static"), "activation_scheme = 'static': only 'dynamic' is supported"),
         (dict(fmt="e5m2"), "fmt = 'e5m2': only 'e4m3' is supported"),
-        (dict(scale_fmt="ue8m0"), "scale_fmt = 'ue8m0': only None is supported"),
+        (dict(scale_fmt="ue8m0"), "scale_fmt = 'ue8m0': only 'float' is supported"),
         (dict(expert_dtype="fp4"), "expert_dtype = 'fp4': only None is supported"),
         (dict(weight_per_tensor=True), "weight_per_tensor = True: only False is supported"),
         (dict(weight_block_size=None), "weight_block_size = None: one scale for a whole matrix"),
