@@ -10,7 +10,7 @@ from small_layers import drawn
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.losses import linear_softmax_cross_entropy
-from gdn_jax.models.lora import LoRALinear, LoRAParam, add_lora, merge_lora
+from gdn_jax.models.lora import Change, LoRALinear, LoRAParam, add_lora, lora_changes, merge_lora, set_lora
 from gdn_jax.parts.kernels import FEW_ROWS
 
 ALL = (
@@ -142,3 +142,26 @@ def test_twice_is_an_error():
     add_lora(model, 1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="model: expected one without low-rank changes"):
         add_lora(model, 1, rngs=nnx.Rngs(0))
+
+
+def test_changes_are_set_and_found_by_place():
+    """Under the names of their projections; other places, other sizes and a second change are errors."""
+    model, rng = load(), np.random.default_rng(0)
+    linear = model.blocks[1].mlp.up_proj
+    shapes = ((linear.in_features, 2), (2, linear.out_features))
+    a, b = (jax.device_put(rng.standard_normal(shape).astype(np.float32)) for shape in shapes)
+    with pytest.raises(
+        ValueError, match=r"changes: expected places of projections, got blocks\.9\.mixer\.q_proj"
+    ):
+        set_lora(model, {"blocks.9.mixer.q_proj": Change(a, b, 1.0)})
+    with pytest.raises(
+        ValueError, match=r"changes: expected A and B of shapes .* for blocks\.1\.mlp\.down_proj"
+    ):
+        set_lora(model, {"blocks.1.mlp.down_proj": Change(a, b, 1.0)})
+    set_lora(model, {"blocks.1.mlp.up_proj": Change(a, b, 0.5)})
+    ((place, found),) = lora_changes(model).items()
+    assert place == "blocks.1.mlp.up_proj" and found.scale == 0.5
+    np.testing.assert_array_equal(found.a, a)
+    np.testing.assert_array_equal(found.b, b)
+    with pytest.raises(ValueError, match="model: expected one without low-rank changes"):
+        set_lora(model, {"blocks.1.mlp.up_proj": Change(a, b, 0.5)})
