@@ -190,11 +190,7 @@ class LanguageModel(nnx.Module):
         check_integer("tokens", tokens)
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache: expected {len(self.blocks)} entries, one per block, got {len(cache)}")
-        x = embed(self.embedding[...], tokens, implementation=self.config.implementation)
-        x = x.astype(jnp.float32)
-        if self.config.scale_embedding:
-            x = x * self.config.hidden_size**0.5
-        x = x.astype(self.config.residual_dtype)
+        x = self.embedded(tokens)
 
         def run(i, block, stream, past):
             mix = None if around is None else partial(around, i, block.mixer)
@@ -226,6 +222,13 @@ class LanguageModel(nnx.Module):
             stream, new = run(i, block, stream, None if cache is None else cache[i])
             caches.append(new)
         return self.norm.add(*stream)[1], None if cache is None and not return_cache else tuple(caches)
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings of tokens, with which the residual stream begins."""
+        x = embed(self.embedding[...], tokens, implementation=self.config.implementation).astype(jnp.float32)
+        if self.config.scale_embedding:
+            x = x * self.config.hidden_size**0.5
+        return x.astype(self.config.residual_dtype)
 
     def head_weight(self) -> Float[Array, "vocab D"]:
         """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""

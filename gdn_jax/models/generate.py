@@ -16,11 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
+from gdn_jax.models.drafts import Prompt, decode_with_drafts
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.models.structure import split
 from gdn_jax.serving.arguments import check_values
-from gdn_jax.shapes import check_array, check_integer, check_whole
+from gdn_jax.shapes import check_array, check_choice, check_integer, check_whole
 
 MIN_LENGTH = 16
 """Prompts are padded to at least this length: a pass over so few tokens costs little, a compilation seconds."""
@@ -45,6 +46,8 @@ def generate(
     min_p: float | None = None,
     stop_tokens: Sequence[int] = (),
     on_token: OnToken | None = None,
+    drafts: str | None = None,
+    num_drafts: int = 3,
 ) -> Int[Array, "B num_tokens"]:
     """Continues prompts: one pass over the prompt, then single steps through the cache.
 
@@ -69,7 +72,11 @@ def generate(
       stop_tokens: a row ends with the first of these that it draws, and repeats it to num_tokens. When all rows have
         ended the work ends too.
       on_token: called on the host with the new tokens [B] of every step while the next one is not begun; returns True
-        to stop there, and every row repeats its last token. Not under jit.
+        to stop there, and every row repeats its last token. Not under jit, nor with drafts.
+      drafts: "mtp": the model's head for multi-token prediction guesses tokens, and each pass of the model reads the
+        last token and the guesses. The likeliest tokens stay the same, but for ties within rounding; tokens that are
+        drawn have the same probabilities, and are others than without drafts. None: there are none.
+      num_drafts: guesses in a pass, 1 or more.
 
     Returns:
       The new tokens [B, num_tokens], in the prompt's dtype.
@@ -98,6 +105,8 @@ def generate(
     for token in stop_tokens:
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
+    if drafts is not None:
+        _check_drafts(model, drafts, num_drafts, on_token)
     structure, params = split(model)
     traced = any(isinstance(x, jax.core.Tracer) for x in (prompt, *params))
     if on_token is not None and traced:
@@ -108,10 +117,24 @@ def generate(
     stops = np.asarray(stop_tokens, prompt.dtype) if len(stop_tokens) else None
     with _heard(on_token) as listener:
         key = None if sampling is None else rng
-        tokens = _generate(
-            structure, params, prompt, mask, key, sampling, stops, listener, num_tokens=num_tokens
-        )
+        guesses = 0 if drafts is None else num_drafts
+        arguments = params, prompt, mask, key, sampling, stops, listener
+        tokens = _generate(structure, *arguments, num_tokens=num_tokens, num_drafts=guesses)
         return tokens if listener is None else jax.block_until_ready(tokens)
+
+
+def _check_drafts(model: LanguageModel, drafts: str, num_drafts: int, on_token: OnToken | None) -> None:
+    """Raises ValueError where a call cannot have drafts."""
+    check_choice("drafts", drafts, ("mtp",))
+    check_whole("num_drafts", num_drafts, 1)
+    if model.mtp is None:
+        raise ValueError(
+            "drafts: expected None for a model without a head for multi-token prediction, got 'mtp'"
+        )
+    if on_token is not None:
+        raise ValueError(
+            "on_token: expected None with drafts, which give several tokens at once, got a function"
+        )
 
 
 def _check_tokens(prompt, mask, vocab_size: int) -> None:
@@ -188,8 +211,8 @@ def _tell(number, tokens) -> np.ndarray:
     return np.asarray(_LISTENERS[int(number)].hear(np.asarray(tokens)))
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
-def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens):
+@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "num_drafts"))
+def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens, num_drafts):
     model = for_inference(structure.merge(params))
 
     def choose(logits, i):
@@ -202,15 +225,39 @@ def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *
         return io_callback(_tell, jax.ShapeDtypeStruct((), jnp.bool_), listener, token)
 
     x, cache = model.hidden_states(prompt, mask=mask, return_cache=True)
+    position = jnp.full(prompt.shape[0], prompt.shape[1] - 1)
     if mask is None:
         last = x[:, -1]
     else:
         position = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
         last = jnp.take_along_axis(x, position[:, None, None], axis=1)[:, 0]
-    cache = tuple(reserve(c, num_tokens - 1) if isinstance(c, AttentionCache) else c for c in cache or ())
+    room = num_tokens + num_drafts if num_drafts else num_tokens - 1
+    cache = tuple(reserve(c, room) if isinstance(c, AttentionCache) else c for c in cache or ())
     token = choose(model.logits(last), 0)
+    if num_drafts:
+        read, each = Prompt(prompt, mask, x, position), partial(_choose_each, sampling, rng, prompt.dtype)
+        return decode_with_drafts(
+            model, read, token, cache, num_tokens, num_drafts, choose=each, stops=stops
+        )[0]
     heard = None if listener is None else tell
     return decode(model, token, cache, num_tokens, choose=choose, stops=stops, tell=heard)[0]
+
+
+def _choose_each(sampling, rng, dtype, logits, numbers):
+    """Tokens [B, T] from the logits [B, T, vocab] of rows that are at unlike numbers of tokens.
+
+    A draft is accepted where the token that is drawn is the same. So tokens have the probabilities of the logits,
+    whatever the drafts are.
+    """
+    if sampling is None:
+        return jnp.argmax(logits, axis=-1).astype(dtype)
+
+    def draw(row, number, logits):
+        key = jax.random.fold_in(jax.random.fold_in(rng, number), row)
+        return sampling.draw(key, logits[None])[0]
+
+    of_row = jax.vmap(draw, (None, 0, 0))
+    return jax.vmap(of_row)(jnp.arange(logits.shape[0]), numbers, logits).astype(dtype)
 
 
 def likeliest(logits: Float[Array, "B vocab"], _: Any) -> Int[Array, " B"]:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.models.block import arithmetic, make_block, stream_norm
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
-from gdn_jax.parts.embedding import embed
 from gdn_jax.shapes import check_array
 
 
@@ -34,12 +33,12 @@ class MTPHead(nnx.Module):
     Parameters: fc [2 D, D]; embedding_norm, hidden_norm, norm [D]; block.
 
     Raises:
-      ValueError: the model has no attention layer, or embeddings that are scaled.
+      ValueError: the model has no attention layer.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        if "attention" not in config.types or config.scale_embedding:
-            raise ValueError("config: expected a model with attention and embeddings that are not scaled")
+        if "attention" not in config.types:
+            raise ValueError("config: expected a model with a layer of type 'attention', got none")
         config = dataclasses.replace(config, dense_layers=())  # with experts where the model has any
         self.fc = nnx.Linear(
             2 * config.hidden_size, config.hidden_size, use_bias=False, **arithmetic(config), rngs=rngs
@@ -73,6 +72,5 @@ class MTPHead(nnx.Module):
         if tokens.shape[1] < 2:
             raise ValueError(f"tokens: expected rows of at least two tokens, got {tokens.shape[1]}")
         hidden, _ = model.hidden_states(tokens, mask=mask)
-        embedded = embed(model.embedding[...], tokens[:, 1:], implementation=model.config.implementation)
         pairs = None if mask is None else mask[:, 1:] & mask[:, :-1]
-        return model.logits(self(embedded, hidden[:, :-1], mask=pairs)[0])
+        return model.logits(self(model.embedded(tokens[:, 1:]), hidden[:, :-1], mask=pairs)[0])

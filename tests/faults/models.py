@@ -34,6 +34,24 @@ FAULTS = (
         "tests/models/test_models.py::test_every_token_is_drawn_anew",
     ),
     Fault(
+        "every draft is taken",
+        "right = jnp.cumprod(new[:, :k] == drafts, axis=1).sum(axis=1)",
+        "right = jnp.full(B, k)",
+        "tests/models/test_drafts.py::test_rounds_are_those_of_transformers",
+    ),
+    Fault(
+        "a recurrent layer keeps drafts that are wrong",
+        "kept.append(block.mixer(x, cache=old, mask=is_right)[1])",
+        "kept.append(new)",
+        "tests/models/test_drafts.py::test_the_text_is_that_without_drafts",
+    ),
+    Fault(
+        "drawn tokens of all rows have one random key",
+        "key = jax.random.fold_in(jax.random.fold_in(rng, number), row)",
+        "key = jax.random.fold_in(rng, number)",
+        "tests/models/test_drafts.py::test_drawn_tokens_have_the_probabilities_of_the_model",
+    ),
+    Fault(
         "min_p is measured before the temperature",
         "jnp.log(self.min_p)",
         "jnp.log(self.min_p) / self.temperature",

@@ -1,0 +1,193 @@
+"""Generation with drafts: a head guesses some tokens ahead, and one pass of the model says which are its own.
+
+A pass over a few tokens of a row reads the weights once, as a pass over one does. What the model writes stays what it
+would write without drafts, but for the rounding of passes of other lengths.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.models.attention import FixedAttentionCache, reserve
+from gdn_jax.models.decoder import Cache, LanguageModel
+from gdn_jax.models.inference.program import for_decoding
+
+Choose = Callable[[Float[Array, "B T vocab"], Int[Array, "B T"]], Int[Array, "B T"]]
+"""The tokens from the logits and their numbers in the new tokens of their rows."""
+
+
+class Prompt(NamedTuple):
+    """A prompt that a model has read."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"] | None
+    """True at tokens; None: everywhere."""
+    hidden: Float[Array, "B T D"]
+    """Hidden states of `LanguageModel.hidden_states`."""
+    last: Int[Array, " B"]
+    """Place of the last token of each row."""
+
+
+class Rounds(NamedTuple):
+    """The drafts of each round, and how many of them were right; -1 where a row had ended."""
+
+    drafts: Int[Array, "B rounds k"]
+    accepted: Int[Array, "B rounds"]
+
+
+class _Carry(NamedTuple):
+    """A round leaves it to the next one."""
+
+    round: Int[Array, ""]
+    made: Int[Array, " B"]
+    """New tokens of each row."""
+    token: Int[Array, " B"]
+    """The newest one, which the model has not read."""
+    ended: Bool[Array, " B"]
+    newest: Float[Array, "B D"]
+    """The head made it of the newest pair."""
+    cache: Cache
+    head: Any
+    tokens: Int[Array, "B n"]
+    rounds: Rounds
+
+
+def decode_with_drafts(
+    model: LanguageModel,
+    prompt: Prompt,
+    token: Int[Array, " B"],
+    cache: Cache,
+    num_tokens: int,
+    num_drafts: int,
+    *,
+    choose: Choose,
+    stops: Int[Array, " n"] | None = None,
+) -> tuple[Int[Array, "B num_tokens"], Rounds]:
+    """The loop of `generate` with drafts of the model's head for multi-token prediction, for use under jit.
+
+    Args:
+      model: of `for_inference`, with the head.
+      prompt: the tokens before the first new one.
+      token: first of the new tokens of each row [B].
+      cache: after the prompt, with room for num_tokens + num_drafts more tokens in its `FixedAttentionCache`s.
+      num_tokens: new tokens, the first one counted.
+      num_drafts: tokens that are guessed in a round.
+      choose: the tokens from logits.
+      stops: tokens that end a row, which repeats them; None: rows do not end.
+    """
+    assert model.mtp is not None
+    B, k = token.shape[0], num_drafts
+    steps, rows, ahead = for_decoding(model, B * (k + 1)), jnp.arange(B), jnp.arange(k + 1)
+    after = jnp.roll(prompt.tokens, -1, axis=1).at[rows, prompt.last].set(token)
+    found, head = model.mtp(model.embedded(after), prompt.hidden, mask=prompt.mask, return_cache=True)
+    empty = partial(jnp.full, fill_value=-1, dtype=token.dtype)
+    start = _Carry(
+        round=jnp.int32(0),
+        made=jnp.ones(B, jnp.int32),
+        token=token,
+        ended=jnp.zeros(B, bool) if stops is None else jnp.isin(token, stops),
+        newest=found[rows, prompt.last],
+        cache=cache,
+        head=reserve(head, num_tokens + k),
+        tokens=jnp.zeros((B, num_tokens), token.dtype).at[:, 0].set(token),
+        rounds=Rounds(empty((B, num_tokens, k)), empty((B, num_tokens))),
+    )
+
+    def goes_on(carry: _Carry) -> Array:
+        return jnp.any(~carry.ended & (carry.made < num_tokens))
+
+    def a_round(carry: _Carry) -> _Carry:
+        drafts, head = _guessed(model, carry.newest, carry.head, k, token.dtype)
+        read = jnp.concatenate([carry.token[:, None], drafts], axis=1)
+        hidden, accept = read_ahead(steps, read, carry.cache)
+        new = choose(steps.logits(hidden), carry.made[:, None] + ahead)
+        right = jnp.cumprod(new[:, :k] == drafts, axis=1).sum(axis=1)
+        is_over = carry.ended | (carry.made >= num_tokens)
+        count = jnp.where(is_over, 0, right + 1)
+        is_new = ahead < count[:, None]
+        places = jnp.where(is_new, carry.made[:, None] + ahead, num_tokens)  # what is there is dropped
+        found, head = model.mtp(model.embedded(new), hidden, cache=head, mask=is_new)
+        last = jnp.maximum(count - 1, 0)
+        told = Rounds(
+            jnp.where(is_over[:, None], -1, drafts), jnp.where(is_over, -1, right).astype(token.dtype)
+        )
+        ends = jnp.zeros(B, bool) if stops is None else jnp.any(is_new & jnp.isin(new, stops), axis=1)
+        return _Carry(
+            carry.round + 1,
+            carry.made + count,
+            jnp.where(is_over, carry.token, new[rows, last]),
+            carry.ended | ends,
+            jnp.where(is_over[:, None], carry.newest, found[rows, last]),
+            accept(count),
+            head,
+            carry.tokens.at[rows[:, None], places].set(new, mode="drop"),
+            Rounds(*(x.at[:, carry.round].set(y) for x, y in zip(carry.rounds, told, strict=True))),
+        )
+
+    end = jax.lax.while_loop(goes_on, a_round, start)
+    return _stopped(end.tokens, end.made, stops), end.rounds
+
+
+def _guessed(
+    model: LanguageModel, newest: Float[Array, "B D"], cache: Any, k: int, dtype: Any
+) -> tuple[Int[Array, "B k"], Any]:
+    """The likeliest next k tokens by the head, and its cache, of which their entries are no part: these will be made
+    again from the model's own hidden states."""
+    assert model.mtp is not None
+    hidden, drafts, after = newest[:, None], [], cache
+    for i in range(k):
+        drafts.append(jnp.argmax(model.logits(hidden), axis=-1).astype(dtype))
+        if i < k - 1:
+            hidden, after = model.mtp(model.embedded(drafts[-1]), hidden, cache=after)
+    return jnp.concatenate(drafts, axis=1), after._replace(length=cache.length)
+
+
+def read_ahead(
+    model: LanguageModel, tokens: Int[Array, "B T"], cache: Cache
+) -> tuple[Float[Array, "B T D"], Callable[[Int[Array, " B"]], Cache]]:
+    """Hidden states of tokens of which some may be wrong, and accept(count): the cache after the first `count` [B].
+
+    Attention forgets the others by its length. A recurrent layer takes its own inputs once more, from the state
+    before, as padding where they were wrong; it needs its projections for that, and nothing else of the block.
+
+    Args:
+      model: the model.
+      tokens: the tokens.
+      cache: of the tokens before, whose attention is a `FixedAttentionCache` with room for all.
+    """
+    inputs: list[Any] = []
+
+    def mix(i: int, mixer: Any, x: Array, **options: Any) -> tuple[Array, Any]:
+        inputs.append(x)
+        return mixer(x, **options)
+
+    hidden, after = model.hidden_states(tokens, cache=cache, around=mix)
+    assert after is not None
+
+    def accept(count: Int[Array, " B"]) -> Cache:
+        is_right, kept = jnp.arange(tokens.shape[1]) < count[:, None], []
+        for block, x, old, new in zip(model.blocks, inputs, cache, after, strict=True):
+            if isinstance(old, FixedAttentionCache):
+                kept.append(new._replace(length=old.length + count))
+            else:
+                kept.append(block.mixer(x, cache=old, mask=is_right)[1])
+        return tuple(kept)
+
+    return hidden, accept
+
+
+def _stopped(
+    tokens: Int[Array, "B n"], made: Int[Array, " B"], stops: Int[Array, " m"] | None
+) -> Int[Array, "B n"]:
+    """New tokens, of which those after a stop token, or after the last one that was made, repeat it."""
+    place = jnp.arange(tokens.shape[1])
+    last = jnp.minimum(made, tokens.shape[1]) - 1
+    if stops is not None:
+        is_stop = jnp.isin(tokens, stops) & (place <= last[:, None])
+        last = jnp.where(is_stop.any(axis=1), jnp.argmax(is_stop, axis=1), last)
+    repeated = jnp.take_along_axis(tokens, last[:, None], axis=1)
+    return jnp.where(place <= last[:, None], tokens, repeated)
