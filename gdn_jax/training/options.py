@@ -145,6 +145,9 @@ class ModelOptions(SizeOptions):
     """Write strength in [0, 2] instead of [0, 1]."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual stream between the blocks."""
+    mtp_weight: Annotated[float, NotNegative, NotInConfig, Later] = 0.0
+    """Weight of a second loss, of a head for the token after the next, from which generation can draft. The model
+    needs a layer of attention, a checkpoint the head. 0: there is none."""
 
     def config_values(self) -> dict[str, Any]:
         forms = {
@@ -260,7 +263,7 @@ TASKS: dict[str, TrainOptions] = {name: _of_task(task) for name, task in CLASSES
 """Tasks by name, with their default options."""
 
 
-OF_A_CHECKPOINT = {"dtype", "implementation", "remat"}
+OF_A_CHECKPOINT = {"mtp_weight", "dtype", "implementation", "remat"}
 """Options of a model that one from a checkpoint has too."""
 
 

@@ -16,6 +16,7 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.hf.load import load_hf
 from gdn_jax.layers import RecurrentMixer, blocks
 from gdn_jax.models.lora import LoRAParam, add_lora
+from gdn_jax.models.mtp import MTPHead
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.parts.products import counting
 from gdn_jax.training.options import ModelOptions, ScheduleOptions
@@ -86,6 +87,8 @@ def make_model(options: ModelOptions, vocab_size: int, seed: int | Array) -> mod
     try:
         config = model_config(options, vocab_size)
         model = models.LanguageModel(config, rngs=nnx.Rngs(jax.random.key(seed)))
+        if options.mtp_weight:
+            model.mtp = nnx.data(MTPHead(config, rngs=nnx.Rngs(jax.random.fold_in(jax.random.key(seed), 1))))
     except (ValueError, NotImplementedError) as error:
         raise RunError(str(error)) from error
     if options.time_step != 1:
@@ -117,7 +120,10 @@ def start_model(task: TaskOptions, model: ModelOptions, vocab_size: int, seed: i
         )
     except (ValueError, NotImplementedError) as error:
         raise RunError(f"--from: {error}") from error
-    made.mtp = None  # no loss reaches a head for the token after the next
+    if not model.mtp_weight:
+        made.mtp = None  # no loss reaches the head for the token after the next
+    elif made.mtp is None:
+        raise RunError(f"--mtp-weight: expected 0 for a checkpoint without a head, got {model.mtp_weight:g}")
     if rank is not None:
         try:
             add_lora(made, rank, projections=start.lora_projections, rngs=nnx.Rngs(seed))
@@ -229,17 +235,28 @@ def loss_sum(
     params: PyTree,
     batch: Batch,
     places: Int[Array, "B N"] | None = None,
+    mtp_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], Sums]:
-    """Sum of the weighted losses of a batch, to be differentiated, and all sums.
+    """Sum of the weighted losses of a batch, to be differentiated, and all sums of the model's own logits.
 
-    With places, different ones of each row that hold all that counts, no other logits are computed.
+    With places, different ones of each row that hold all that counts, no other logits are computed. With an
+    mtp_weight the loss of the model's head for the token after the next is added so many times; no sum counts it.
     """
     model = nnx.merge(graphdef, params, rest)
-    x = model.hidden_states(jnp.asarray(batch.tokens))[0]
+    x, later = model.hidden_states(jnp.asarray(batch.tokens))[0], 0.0
+    if mtp_weight:
+        later = mtp_weight * _after_next(model, x, batch).loss
     if places is not None:
         x, batch = _at((x, batch), places)
     sums = _sums(model, x, batch)
-    return sums.loss, sums
+    return sums.loss + later, sums
+
+
+def _after_next(model: models.LanguageModel, x: Float[Array, "B T D"], batch: Batch) -> Sums:
+    """Sums of the logits of the head for the token after the next. The last place of a row has none."""
+    tokens, targets, weights = (jnp.roll(jnp.asarray(y), -1, axis=1) for y in batch[:3])
+    hidden, _ = model.mtp(model.embedded(tokens), x)
+    return _sums(model, hidden, Batch(tokens, targets, weights.at[:, -1].set(0)))
 
 
 def _at(rows: PyTree, places: Int[Array, "B N"]) -> PyTree:
@@ -282,6 +299,7 @@ def train_step(
     state: TrainState,
     batch: Batch,
     places: Int[Array, "B N"] | None = None,
+    mtp_weight: float = 0.0,
 ) -> tuple[TrainState, StepMetrics]:
     """Makes one optimiser step.
 
@@ -295,6 +313,7 @@ def train_step(
       state: before the step.
       batch: of the step.
       places: as for `loss_sum`, of a batch that is not cut.
+      mtp_weight: as for `loss_sum`.
 
     Returns:
       The state after the step, and its metrics.
@@ -303,7 +322,7 @@ def train_step(
     def counted_loss(variables, batch, places=None):
         params, counter = variables
         with counting(counter):
-            return loss_sum(graphdef, rest, params, batch, places)
+            return loss_sum(graphdef, rest, params, batch, places, mtp_weight)
 
     gradient = jax.grad(counted_loss, has_aux=True)
     zero = jnp.zeros((), jnp.float32)
@@ -330,11 +349,12 @@ def make_functions(
     accumulate: int,
     deterministic: bool = True,
     shardings: TrainState | None = None,
+    mtp_weight: float = 0.0,
 ) -> Functions:
     """Compiled step functions of a model.
 
     Args:
-      graphdef, optimizer, accumulate: see `train_step`.
+      graphdef, optimizer, accumulate, mtp_weight: see `train_step`.
       shardings: of the state, which keeps them; None on one device.
       deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
         which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
@@ -342,7 +362,7 @@ def make_functions(
     """
 
     def train(rest: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        return train_step(graphdef, rest, optimizer, accumulate, state, batch)
+        return train_step(graphdef, rest, optimizer, accumulate, state, batch, mtp_weight=mtp_weight)
 
     def evaluate(rest: PyTree, params: PyTree, batch: Batch) -> Sums:
         return loss_sum(graphdef, rest, params, batch)[1]

@@ -112,7 +112,12 @@ class Trainer:
             state, shardings = placement.state(params, optimizer)
             rest = placement.frozen(rest)
             functions = steps.make_functions(
-                graphdef, optimizer, accumulate, options.run.deterministic, shardings
+                graphdef,
+                optimizer,
+                accumulate,
+                options.run.deterministic,
+                shardings,
+                options.model.mtp_weight,
             )
             try:
                 jax.eval_shape(functions.train, rest, state, placement.batch(batch))

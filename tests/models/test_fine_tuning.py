@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,7 +18,8 @@ from gdn_jax.commands.errors import RunError
 from gdn_jax.hf import load_hf, save_hf
 from gdn_jax.training.load import load_run
 from gdn_jax.training.options import ModelOptions
-from gdn_jax.training.steps import start_model, trained
+from gdn_jax.training.steps import loss_sum, start_model, trained
+from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.next_token import TokensOptions, TokensTask, Words
 
 LING = Path(__file__).parents[1] / "data" / "bailing_hybrid_released"
@@ -127,10 +130,33 @@ def test_weights_that_are_trained_are_float32(checkpoint, rank):
     assert kept == (set() if rank is None else {"bfloat16", "float32"})  # A_log and dt_bias are float32
 
 
-def test_a_head_for_the_token_after_the_next_is_not_trained():
-    """No loss reaches it, and weight decay would."""
-    folder = Path(__file__).parents[1] / "data" / "qwen3_5_mtp"
-    assert start_model(TokensOptions(from_=folder), ModelOptions(), 199, 0).mtp is None
+def test_a_head_for_the_token_after_the_next_is_trained_if_asked_for(checkpoint):
+    """Else no loss reaches it, and weight decay would. The loss counts pairs of tokens before one that counts."""
+    task = TokensOptions(from_=Path(__file__).parents[1] / "data" / "qwen3_5_mtp")
+    assert start_model(task, ModelOptions(), 199, 0).mtp is None
+    with pytest.raises(RunError, match=r"--mtp-weight: expected 0 for a checkpoint without a head, got 0\.5"):
+        start_model(TokensOptions(from_=checkpoint), ModelOptions(mtp_weight=0.5), 199, 0)
+    options = ModelOptions(mtp_weight=0.5, implementation="recurrent", dtype="float32")
+    model = start_model(task, options, 199, 0)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    random = np.random.default_rng(0)
+    line = random.integers(0, 199, (2, 13)).astype(np.int32)
+    weights = random.integers(0, 2, (2, 12)).astype(np.float32)
+    batch = Batch(line[:, :-1], line[:, 1:], weights)
+
+    @jax.jit
+    def run(params):
+        loss = partial(loss_sum, graphdef, rest, batch=batch, mtp_weight=0.5)
+        (total, sums), gradient = jax.value_and_grad(lambda params: loss(params=params), has_aux=True)(params)
+        return total, sums, gradient, nnx.merge(graphdef, params, rest).mtp_logits(jnp.asarray(line[:, :-1]))
+
+    total, sums, gradient, logits = run(params)
+    logits = np.asarray(logits, np.float64)
+    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, line[:, 2:, None], axis=2)[..., 0]
+    np.testing.assert_allclose(total - sums.loss, 0.5 * (nll * weights[:, 1:]).sum(), rtol=1e-5)
+    assert sums.weight == weights.sum()
+    for path, g in nnx.to_flat_state(gradient):
+        assert path[0] != "mtp" or np.abs(np.asarray(g[...])).max() > 0, path
 
 
 TINY = "--length 16 --val-tokens 64 --batch-size 4 --sample-tokens 2 --implementation recurrent".split()
