@@ -257,15 +257,14 @@ def _place(
 ) -> Iterator[tuple[str, jax.Array]]:
     """The parameters by name, on their devices."""
     for weight in plan:
-        arrays = weight.read(tensors[name].read() for name in weight.tensors)
+        # Rounded before they are laid out: several experts in one array take its memory once, in this dtype.
+        dtype = shapes[weight.params[0]].dtype
+        arrays = weight.read(tensors[name].read().astype(dtype, copy=False) for name in weight.tensors)
         for name, array in zip(weight.params, arrays, strict=True):
             like = shapes[name]
-            assert array.shape == like.shape, (name, array.shape, like.shape)
-            array = np.ascontiguousarray(array.astype(like.dtype))
-            yield (
-                name,
-                _put(array, mesh).block_until_ready(),
-            )  # or arrays that wait for their transfer would pile up
+            assert (array.shape, array.dtype) == (like.shape, like.dtype), (name, array.shape, array.dtype)
+            placed = _put(np.ascontiguousarray(array), mesh)
+            yield name, placed.block_until_ready()  # or arrays that wait for their transfer would pile up
 
 
 def _put(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
