@@ -91,7 +91,9 @@ class Scaled(NamedTuple):
                 f"{self.scales.name}, got {scales[~whole].flat[0]:.3g}"
             )
         matrix = self.values.stored_values().astype(np.float32)
-        rows, columns = self.block
+        rows, columns = np.minimum(
+            self.block, matrix.shape[-2:]
+        )  # a block may say to be larger than any matrix
         for i in range(scales.shape[-2]):
             stripe = matrix[..., i * rows : (i + 1) * rows, :]
             stripe *= np.repeat(scales[..., i, :], columns, -1)[..., None, : matrix.shape[-1]]
@@ -258,5 +260,6 @@ def quantized(matrix: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     values = np.empty(matrix.shape, jnp.float8_e4m3fn)
     for i, row in enumerate(scales):
         stripe = slice(i * block[0], (i + 1) * block[0])
-        values[stripe] = matrix[stripe].astype(np.float32) / np.repeat(row, block[1])[: matrix.shape[1]]
+        spread = np.repeat(row, min(block[1], matrix.shape[1]))[: matrix.shape[1]]
+        values[stripe] = matrix[stripe].astype(np.float32) / spread
     return values

@@ -197,8 +197,9 @@ def copied(plain, name, to):
             ),
         ),
         ("moe", dict(fused=True)),
+        ("dense", dict(block=(100, 2**31 - 1))),
     ],
-    ids=["dense", "other blocks", "experts", "fused"],
+    ids=["dense", "other blocks", "experts", "fused", "wide"],
 )
 def test_other_sizes_are_read_as_they_are_meant(name, options, plain, tmp_path):
     """Every parameter, in both dtypes: the number that the bytes mean in float64, rounded."""
@@ -216,7 +217,13 @@ def test_other_sizes_are_read_as_they_are_meant(name, options, plain, tmp_path):
         found | {name: ("F32", x.astype(np.float32)) for name, x in meant.items()},
     )
     for dtype in ("float32", "bfloat16"):
-        assert_same(params(load_hf(folder, dtype=dtype)), params(load_hf(dense, dtype=dtype)))
+        model = load_hf(folder, dtype=dtype)
+        assert_same(params(model), params(load_hf(dense, dtype=dtype)))
+    save_hf(model, tmp_path / "again", weight_dtype="float8")  # in the same blocks
+    again = read_tensors(tmp_path / "again")
+    for key, tensor in read_tensors(folder).items():
+        if tensor.dtype == "F8_E4M3" and key in again:
+            assert again[f"{key}_scale_inv"].shape == read_tensors(folder)[f"{key}_scale_inv"].shape
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "next"])
