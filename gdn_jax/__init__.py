@@ -12,6 +12,7 @@ from gdn_jax.parts.conv import causal_conv1d, causal_conv1d_update
 from gdn_jax.rule.arguments import debug_checks
 from gdn_jax.rule.chunks.decay import chunk_cumsum
 from gdn_jax.rule.chunks.stages import chunk_output, kkt, solve_tril, wy
+from gdn_jax.rule.erase_then_delta import erase_then_delta_rule, erase_then_delta_step
 from gdn_jax.rule.ops import (
     chunk_states,
     delta_chunk_states,
@@ -37,6 +38,8 @@ __all__ = [
     "delta_chunk_states",
     "delta_rule",
     "delta_step",
+    "erase_then_delta_rule",
+    "erase_then_delta_step",
     "gated_delta_product",
     "gated_delta_rule",
     "gated_delta_step",

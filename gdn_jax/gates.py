@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from gdn_jax.shapes import check_flags, check_floating
+from gdn_jax.shapes import check_choice, check_flags, check_floating
 
 # Decay rates A are drawn from U(MIN_RATE, MAX_RATE). A rate of 0 would be A_log = -inf, a head that neither
 # forgets nor learns to. 1e-4 with the longest time step, 0.1, is a half-life of 70 000 tokens, and leaves out
@@ -57,32 +57,39 @@ def channel_log_decay(
     A_log: Float[Array, " H"] | None,
     dt_bias: Float[Array, "H K"],
     lower_bound: float | None = None,
+    *,
+    bound: str = "sigmoid",
 ) -> Float[Array, "*B H K"]:
     """Log decay of each key channel, in float32.
 
         g = -exp(A_log) softplus(f + dt_bias)                          without a lower bound
-        g = lower_bound sigmoid(exp(A_log) (f + dt_bias))              with one
+        g = lower_bound sigmoid(exp(A_log) (f + dt_bias))              with one, and bound "sigmoid"
+        g = lower_bound (1 - exp(exp(A_log) softplus(f + dt_bias) / lower_bound))            "exponential"
 
-    The second is no clamped form of the first: at A_log = 0 the two differ by up to 2.3.
+    The second is no clamped form of the first: at A_log = 0 the two differ by up to 2.3. The third is the first one
+    near 0, and never reaches the bound.
 
     Args:
       f: raw gate input [.., H, K] of any floating dtype and range.
       A_log: logarithm of the rate of each head [H]; None for 0.
       dt_bias: bias of each channel [H, K].
       lower_bound: the strongest log decay of a token, below 0; -5 in released models.
+      bound: how g comes to the lower bound; without one it has no effect.
 
     Returns:
       g <= 0 [.., H, K], float32 (float64 when an argument is float64).
 
     Raises:
-      ValueError: lower_bound is not below 0, or a shape does not fit.
+      ValueError: lower_bound is not below 0, bound is neither name, or a shape does not fit.
 
     Numerics: float32 from f on. A product of an exponential with something is the exponential of one sum, so that no
       infinity meets a zero: values and derivatives are finite for any finite A_log.
-    Source: fla's `fused_kda_gate` (first form) and the bounded gate of Kimi K3, GLM-5.3-Flash and Ling-3.0 (second).
+    Source: fla's `fused_kda_gate` (first form), the bounded gate of Kimi K3, GLM-5.3-Flash and Ling-3.0 (second), and
+      that of Erase-then-Delta Attention (arXiv 2606.26560, equation 15).
     """
     if lower_bound is not None and not (isinstance(lower_bound, (int, float)) and lower_bound < 0):
         raise ValueError(f"lower_bound: expected a number below 0 or None, got {lower_bound!r}")
+    check_choice("bound", bound, tuple(_BOUNDED))
     H, K = f.shape[-2:]
     for name, x, shape in (("A_log", A_log, (H,)), ("dt_bias", dt_bias, (H, K))):
         if x is not None and x.shape != shape:
@@ -93,7 +100,9 @@ def channel_log_decay(
     dtype = jnp.promote_types(jnp.result_type(*given), jnp.float32)
     A_log = jnp.zeros_like(dt_bias, dtype, (H, 1)) if A_log is None else A_log.astype(dtype)[:, None]
     x = f.astype(dtype) + dt_bias.astype(dtype)
-    return _softplus_gate(x, A_log) if lower_bound is None else _bounded_gate(float(lower_bound), x, A_log)
+    if lower_bound is None:
+        return _softplus_gate(x, A_log)
+    return _BOUNDED[bound](float(lower_bound), x, A_log)
 
 
 def write_strength(b: Float[Array, "*S"], *, allow_neg_eigval: bool = False) -> Float[Array, "*S"]:
@@ -215,10 +224,12 @@ def _exp(x: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def _softplus_gate(x: jax.Array, A_log: jax.Array) -> jax.Array:
     """-exp(A_log) softplus(x)."""
-    log_softplus = jnp.where(
-        x < -_LARGEST_EXPONENT, x, jnp.log(jax.nn.softplus(jnp.maximum(x, -_LARGEST_EXPONENT)))
-    )
-    return -_exp(A_log + log_softplus)
+    return -_exp(A_log + _log_softplus(x))
+
+
+def _log_softplus(x: jax.Array) -> jax.Array:
+    """log(softplus(x)), which is x far below 0."""
+    return jnp.where(x < -_LARGEST_EXPONENT, x, jnp.log(jax.nn.softplus(jnp.maximum(x, -_LARGEST_EXPONENT))))
 
 
 @_softplus_gate.defjvp
@@ -248,3 +259,23 @@ def _scaled(x: jax.Array, A_log: jax.Array) -> jax.Array:
     size = jnp.abs(x)
     log_size = jnp.log(jnp.where(size > 0, size, 1))
     return jnp.where(size > 0, jnp.sign(x) * jnp.exp(jnp.minimum(A_log + log_size, _LARGEST_EXPONENT)), 0)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _saturating_gate(lower_bound: float, x: jax.Array, A_log: jax.Array) -> jax.Array:
+    """lower_bound (1 - exp(-w)), w = exp(A_log) softplus(x) / |lower_bound|."""
+    return -lower_bound * jnp.expm1(-_exp(A_log - math.log(-lower_bound) + _log_softplus(x)))
+
+
+@_saturating_gate.defjvp
+def _saturating_gate_jvp(lower_bound, primals, tangents):
+    (x, A_log), (dx, dA_log) = primals, tangents
+    rate = A_log - math.log(-lower_bound)
+    log_w = rate + _log_softplus(x)
+    w = _exp(log_w)
+    dg = _exp(log_w - w) * dA_log + _exp(rate + jax.nn.log_sigmoid(x) - w) * dx
+    return -lower_bound * jnp.expm1(-w), lower_bound * dg
+
+
+_BOUNDED = {"sigmoid": _bounded_gate, "exponential": _saturating_gate}
+"""How a gate comes to its lower bound -> the gate."""

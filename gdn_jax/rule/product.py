@@ -100,7 +100,7 @@ def product_by(
     ids: Any,
     **options: Any,
 ) -> tuple[Outputs, AnyStates]:
-    """`gated_delta_product` by a gated delta rule of n T tokens; the arguments are not checked."""
+    """`gated_delta_product` by a delta rule of n T tokens; the arguments are not checked."""
     B, T, n = k.shape[:3]
 
     def steps(x: jax.Array) -> jax.Array:

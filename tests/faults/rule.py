@@ -4,6 +4,18 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "a token writes before it erases",
+        "keys = jnp.stack([k if erase_key is None else erase_key.astype(k.dtype), k], axis=2)",
+        "keys = jnp.stack([k, k if erase_key is None else erase_key.astype(k.dtype)], axis=2)",
+        "tests/rule/test_erase_then_delta.py::test_against_float64",
+    ),
+    Fault(
+        "a saturating gate grows with its rate alone",
+        "dg = _exp(log_w - w) * dA_log + _exp(rate + jax.nn.log_sigmoid(x) - w) * dx",
+        "dg = _exp(log_w - w) * dA_log + _exp(rate - w) * dx",
+        "tests/rule/test_gates.py::test_channel_log_decay",
+    ),
+    Fault(
         "segments of channels go on over a device's border",
         "return jnp.where(jnp.expand_dims(changes & (token > 0), tuple(range(2, g.ndim))), -jnp.inf, g)",
         "return g",

@@ -35,9 +35,11 @@ def test_log_decay_of_the_slowest_head_survives_bfloat16():
     assert_close(-np.log1p(np.exp(a.astype(np.float64))), g, EXACT)
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_channel_log_decay(lower_bound):
-    """Both kinds and all their derivatives against float64 formulas, finite for any rate."""
+@pytest.mark.parametrize(
+    ("lower_bound", "bound"), [(None, "sigmoid"), (-5.0, "sigmoid"), (-5.0, "exponential")]
+)
+def test_channel_log_decay(lower_bound, bound):
+    """All kinds and all their derivatives against float64 formulas, finite for any rate."""
     A_log, f = (
         y.ravel()
         for y in np.meshgrid(
@@ -48,7 +50,7 @@ def test_channel_log_decay(lower_bound):
 
     def gate(f, A_log):
         bias = jnp.zeros((len(f), 1), f.dtype)
-        return gdn_jax.channel_log_decay(f[:, None], A_log, bias, lower_bound)[:, 0]
+        return gdn_jax.channel_log_decay(f[:, None], A_log, bias, lower_bound, bound=bound)[:, 0]
 
     @jax.jit
     def both(*given):
@@ -61,6 +63,11 @@ def test_channel_log_decay(lower_bound):
         softplus, sigmoid = np.logaddexp(0, f), np.exp(-np.logaddexp(0, -f))
         if lower_bound is None:
             expected = -np.exp(A_log) * softplus, -np.exp(A_log) * sigmoid, -np.exp(A_log) * softplus
+        elif bound == "exponential":
+            w = np.exp(A_log) * softplus / -lower_bound
+            slope = lower_bound * np.exp(-w)
+            rate = np.exp(A_log) / -lower_bound
+            expected = lower_bound * -np.expm1(-w), slope * rate * sigmoid, slope * w
         else:
             z = np.exp(A_log) * f
             both_sides = np.exp(-np.abs(z) - 2 * np.log1p(np.exp(-np.abs(z))))  # sigmoid(z) sigmoid(-z)
@@ -74,6 +81,12 @@ def test_channel_log_decay(lower_bound):
         representable = np.isfinite(want) & (np.abs(want) > 1e-30) & (np.abs(want) < 1e37)
         error = np.abs(y - want)[representable] / np.abs(want)[representable]
         assert error.max() < 1e-5, (name, error.max())
+
+
+def test_a_bound_has_a_name():
+    f, zeros = (jax.device_put(np.zeros(s, np.float32)) for s in ((1, 1, 1), (1, 1)))
+    with pytest.raises(ValueError, match="bound: expected one of"):
+        gdn_jax.channel_log_decay(f, None, zeros, -5.0, bound="clamp")
 
 
 def test_channel_log_decay_is_in_float32():

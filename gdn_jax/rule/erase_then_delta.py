@@ -1,0 +1,142 @@
+"""Erase-then-Delta Attention: a token erases at one key and writes at another."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gdn_jax.rule.arguments import known_lengths
+from gdn_jax.rule.ops import delta_rule, delta_step
+from gdn_jax.rule.product import product_by
+from gdn_jax.shapes import (
+    AnyLogDecay,
+    AnyStates,
+    Keys,
+    KnownOffsets,
+    Outputs,
+    Queries,
+    Scale,
+    SegmentIds,
+    Strength,
+    Values,
+    check_array,
+    check_packing,
+)
+
+
+def erase_then_delta_rule(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: AnyLogDecay | None = None,
+    beta: Strength | None = None,
+    erase_key: Keys | None = None,
+    erase_strength: Strength | None = None,
+    *,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Outputs, AnyStates]:
+    """Erase-then-Delta Attention (EDA) over whole sequences: decay, erase at e, then the delta write at k.
+
+        S <- Diag(exp(g)) S;   S <- S - gamma e (S^T e)^T;   u = beta (v - S^T k);   S <- S + k u^T;   o = scale S^T q
+
+    With an erase strength of 0 it is Kimi Delta Attention, and with e = k a stronger correction at one key. A token
+    becomes two of `delta_rule`: the first decays and writes no value, the second is read.
+
+    Args:
+      q, k, v, g, beta: as for `delta_rule`.
+      erase_key: e [B, T, Hk, K], of the keys' heads; None for k.
+      erase_strength: gamma [B, T, HO], in [0, 1]; None for 1.
+      scale, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation: as for `delta_rule`.
+        Positions of cu_seqlens count tokens.
+      use_qk_l2norm: brings q, k and e to unit length.
+
+    Returns:
+      o [B, T, HO, V] and the final states, as `delta_rule`.
+
+    Raises:
+      ValueError: an argument is wrong; names it, what was expected and what came.
+      NotImplementedError: the named implementation cannot run this call, with the reason.
+
+    Source: Qwen Team, "Erase-then-Delta Attention" (arXiv 2606.26560).
+    """
+    check_array("k", k, (None,) * 4, "B, T, Hk, K")
+    (B, T), K = k.shape[:2], k.shape[3]
+    check_array("q", q, (B, T, None, K), "B, T, Hq, K")
+    check_array("v", v, (B, T, None, None), "B, T, HV, V")
+    HO = max(q.shape[2], v.shape[2])
+    _check_tokens(g, beta, erase_key, erase_strength, k.shape, (B, T, HO), "B, T, ")
+    check_packing(B, T, cu_seqlens, segment_ids)
+    known_lengths(cu_seqlens, T)
+    options: dict[str, Any] = dict(
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm,
+        state_layout=state_layout,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
+    gates = [jnp.ones((B, T, HO), jnp.float32) if x is None else x for x in (erase_strength, beta)]
+    strengths = jnp.stack([x.astype(jnp.result_type(*gates)) for x in gates], axis=2)
+    keys = jnp.stack([k if erase_key is None else erase_key.astype(k.dtype), k], axis=2)
+    values = jnp.stack([jnp.zeros_like(v), v], axis=2)
+    return product_by(delta_rule, q, keys, values, g, strengths, cu_seqlens, segment_ids, **options)
+
+
+def erase_then_delta_step(
+    q: Float[Array, "B Hq K"],
+    k: Float[Array, "B Hk K"],
+    v: Float[Array, "B HV V"],
+    g: Float[Array, "B HO"] | Float[Array, "B HO K"] | None,
+    beta: Float[Array, "B HO"] | None,
+    erase_key: Float[Array, "B Hk K"] | None,
+    erase_strength: Float[Array, "B HO"] | None,
+    state: Float[Array, "B HO _ _"],
+    *,
+    scale: Scale | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+) -> tuple[Float[Array, "B HO V"], Float[Array, "B HO _ _"]]:
+    """One token of `erase_then_delta_rule`: the step of generation.
+
+    Args:
+      q, k, v, g, beta, erase_key, erase_strength: as for `erase_then_delta_rule`, without the token axis.
+      state: as for `delta_step`.
+      scale, use_qk_l2norm, state_layout: as for `delta_step`.
+
+    Returns:
+      o [B, HO, V] in q's dtype and the new state in state's own dtype.
+
+    Raises:
+      ValueError: an argument is wrong.
+
+    Numerics: as `delta_step`; the state between both halves has the state's dtype.
+    """
+    check_array("k", k, (None,) * 3, "B, Hk, K")
+    check_array("v", v, (k.shape[0], None, None), "B, HV, V")
+    check_array("q", q, (k.shape[0], None, k.shape[2]), "B, Hq, K")
+    tokens = k.shape[0], max(q.shape[1], v.shape[1])
+    _check_tokens(g, beta, erase_key, erase_strength, k.shape, tokens, "B, ")
+    options: dict[str, Any] = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, state_layout=state_layout)
+    e = k if erase_key is None else erase_key.astype(k.dtype)
+    _, state = delta_step(q, e, jnp.zeros_like(v), g, erase_strength, state, **options)
+    return delta_step(q, k, v, None, beta, state, **options)
+
+
+def _check_tokens(g, beta, erase_key, erase_strength, keys: tuple, tokens: tuple, letters: str) -> None:
+    """Raises ValueError for a shape of a gate or of the erase key."""
+    for name, y in (("beta", beta), ("erase_strength", erase_strength)):
+        if y is not None:
+            check_array(name, y, tokens, f"{letters}HO")
+    if g is not None:
+        by_channel = getattr(g, "ndim", 0) > len(tokens)
+        shape, more = ((*tokens, keys[-1]), "HO, K") if by_channel else (tokens, "HO")
+        check_array("g", g, shape, letters + more)
+    if erase_key is not None:
+        check_array("erase_key", erase_key, keys, f"{letters}Hk, K")
