@@ -106,6 +106,7 @@ ROOMS: dict[str, set[str]] = {
         "rule.arguments",
     },
     "rule.product": {"shapes", "rule.arguments", "rule.ops"},
+    "rule.erase_then_delta": {"shapes", "rule.arguments", "rule.ops", "rule.product"},
     "parts": {
         "shapes",
         "parts.products",
@@ -136,7 +137,10 @@ ROOMS: dict[str, set[str]] = {
         "rule.product",
         *KERNELS,
     },
-    "gdn_jax": {"gates", "parts.conv", "rule.chunks", "rule.arguments", "rule.ops", "rule.product"},
+    "gdn_jax": {
+        *("gates", "parts.conv", "rule.chunks", "rule.arguments"),
+        *("rule.ops", "rule.product", "rule.erase_then_delta"),
+    },
     "serving": {
         "shapes",
         "gates",
