@@ -5,6 +5,7 @@ checks of sizes, and `padding` the padding around a row's tokens. What a model k
 `table` has the layers by name.
 """
 
+from gdn_jax.layers.erase_then_delta import EraseThenDelta
 from gdn_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.layers.gated_delta_net_2 import GatedDeltaNet2
 from gdn_jax.layers.gated_delta_product import GatedDeltaProduct
@@ -13,6 +14,7 @@ from gdn_jax.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn_jax.layers.recurrent import RecurrentCache, RecurrentMixer
 
 __all__ = [
+    "EraseThenDelta",
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaNetCache",

@@ -46,7 +46,7 @@ LEAST_RATE = 1.0
 
 
 class ChannelInputs(NamedTuple):
-    """The arrays that a layer feeds `delta_rule`; either beta or erase and write are None.
+    """The arrays that a layer feeds its rule; of `delta_rule` either beta or erase and write are None.
 
     Fields:
       q, k: queries and keys [B, T, H, K], of unit length.
@@ -54,6 +54,8 @@ class ChannelInputs(NamedTuple):
       g: log decay of each key channel [B, T, HV, K], <= 0.
       beta: strength of both erasing and writing [B, T, HV].
       erase, write: the strengths apart, of each head [B, T, HV] or channel [B, T, HV, K] and [B, T, HV, V].
+      erase_key: keys of unit length [B, T, H, K] that are erased at before a write, with the strength `erase`; None
+        in layers of `delta_rule`.
     """
 
     q: Float[Array, "B T H K"]
@@ -63,6 +65,7 @@ class ChannelInputs(NamedTuple):
     beta: Float[Array, "B T HV"] | None = None
     erase: Float[Array, "B T HV *K"] | None = None
     write: Float[Array, "B T HV *V"] | None = None
+    erase_key: Float[Array, "B T H K"] | None = None
 
 
 def check_gates(
@@ -261,10 +264,10 @@ class ChannelDecayMixer(RecurrentMixer):
         """See `RecurrentMixer.apply_rule`."""
         if self._is_a_token(inputs.q, initial_state, cu_seqlens):
             assert initial_state is not None
-            q, k, v, g, beta, erase, write = jax.tree.map(lambda y: y[:, 0], inputs)
+            q, k, v, g, beta, erase, write, _ = jax.tree.map(lambda y: y[:, 0], inputs)
             o, state = delta_step(q, k, v, g, beta, initial_state, erase=erase, write=write)
             return o[:, None], state
-        q, k, v, g, beta, erase, write = inputs
+        q, k, v, g, beta, erase, write, _ = inputs
         return DELTA_RULE.here()(
             *(q, k, v, g, beta),
             erase=erase,

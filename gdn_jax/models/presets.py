@@ -153,6 +153,8 @@ PRESETS: dict[str, ModelConfig] = {
     "kda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="kda"),
     "gated-delta-net-2-small": dataclasses.replace(_RECURRENT, mixer="gated_delta_net_2"),
     "gated-delta-net-2-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="gated_delta_net_2"),
+    "eda-small": dataclasses.replace(_RECURRENT, mixer="eda"),
+    "eda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="eda"),
     "gated-delta-product-small": dataclasses.replace(
         _RECURRENT, mixer="gated_delta_product", allow_neg_eigval=True
     ),

@@ -2,7 +2,7 @@
 
     parameter                           along head                   along data, where parameters are sharded
     q, k, v, a, b, f, w, g projections  their outputs, by heads      their inputs
-    q_b, kv_b projections               their outputs, by heads      their inputs
+    q_b, kv_b, e_b projections          their outputs, by heads      their inputs
     o projection                        its inputs, by heads         its outputs
     gate and up projections             the inner width              the width of the stream
     down projection                     the inner width              the width of the stream
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gdn_jax.parallel.mesh import AXES, CONTEXT, DATA, HEAD, MeshShape
 
 _OUTPUTS = {"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "gate_proj", "up_proj"}
-_OUTPUTS |= {"f_proj", "f_b_proj", "w_proj", "g_b_proj", "q_b_proj", "kv_b_proj"}
+_OUTPUTS |= {"f_proj", "f_b_proj", "e_b_proj", "w_proj", "g_b_proj", "q_b_proj", "kv_b_proj"}
 _INPUTS = {"o_proj", "down_proj"}
 _HEADS = {"A_log", "dt_bias"}
 

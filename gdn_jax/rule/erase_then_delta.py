@@ -1,5 +1,6 @@
 """Erase-then-Delta Attention: a token erases at one key and writes at another."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,11 +83,33 @@ def erase_then_delta_rule(
         chunk_size=chunk_size,
         implementation=implementation,
     )
-    gates = [jnp.ones((B, T, HO), jnp.float32) if x is None else x for x in (erase_strength, beta)]
-    strengths = jnp.stack([x.astype(jnp.result_type(*gates)) for x in gates], axis=2)
-    keys = jnp.stack([k if erase_key is None else erase_key.astype(k.dtype), k], axis=2)
-    values = jnp.stack([jnp.zeros_like(v), v], axis=2)
-    return product_by(delta_rule, q, keys, values, g, strengths, cu_seqlens, segment_ids, **options)
+    one = jnp.ones((B, T, HO), jnp.float32)
+    gates = g, one if beta is None else beta
+    erase = k if erase_key is None else erase_key, one if erase_strength is None else erase_strength
+    return erase_then_delta_by(delta_rule, q, k, v, *gates, *erase, cu_seqlens, segment_ids, **options)
+
+
+def erase_then_delta_by(
+    rule: Callable[..., Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    erase_key: Any,
+    erase_strength: Any,
+    cu_seqlens: Any,
+    ids: Any,
+    **options: Any,
+) -> tuple[Outputs, AnyStates]:
+    """`erase_then_delta_rule` by a delta rule of 2 T tokens; the arguments are there, and not checked."""
+    keys, values = (
+        jnp.stack([erase_key.astype(k.dtype), k], axis=2),
+        jnp.stack([jnp.zeros_like(v), v], axis=2),
+    )
+    dtype = jnp.result_type(erase_strength, beta)
+    strengths = jnp.stack([erase_strength.astype(dtype), beta.astype(dtype)], axis=2)
+    return product_by(rule, q, keys, values, g, strengths, cu_seqlens, ids, **options)
 
 
 def erase_then_delta_step(

@@ -12,6 +12,7 @@ from small_layers import F32, D, drawn, empty_cache, inputs
 from tolerances import assert_close
 
 from gdn_jax.layers import (
+    EraseThenDelta,
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
@@ -37,6 +38,7 @@ LAYERS = {
     "kda-plain": lambda: make(KimiDeltaAttention, use_A_log=False, gate_rank=3, use_short_conv=False),
     "gla": lambda: make(GatedLinearAttention, conv_size=2),
     "gdn-2": lambda: make(GatedDeltaNet2, allow_neg_eigval=True, write_start=0.2),
+    "eda": lambda: make(EraseThenDelta, lower_bound=BOUND, erase_rank=2, write_start=0.3),
     "product": lambda: make(GatedDeltaProduct, num_householder=3, write_start=0.3),
 }
 
@@ -51,7 +53,7 @@ def make(kind, **options):
     return layer
 
 
-@pytest.mark.parametrize("name", tiers(LAYERS, ["kda", "gdn-2"]))
+@pytest.mark.parametrize("name", tiers(LAYERS, ["kda", "gdn-2", "eda"]))
 def test_against_float64(name):
     """Two rows behind a past in one pass; the same in a piece and single tokens."""
     layer = LAYERS[name]()
@@ -68,7 +70,7 @@ def test_against_float64(name):
         assert_row(layer, x[row], row_of(past, row), got, row_of(cache, row), f"row {row}, token by token")
 
 
-@pytest.mark.parametrize("name", tiers(["kda", "gdn-2", "product"], ["kda"]))
+@pytest.mark.parametrize("name", tiers(["kda", "gdn-2", "eda", "product"], ["kda", "eda"]))
 def test_packed_and_padded(name):
     """Packed rows by offsets, by segments and by padding on both sides: each sequence as if alone."""
     layer = LAYERS[name]()

@@ -249,6 +249,7 @@ def test_parameters_on_a_mesh():
     "mixer, mesh",
     [
         pytest.param("kda", "head=2,context=2", marks=pytest.mark.slow),
+        pytest.param("eda", "head=2,context=2", marks=pytest.mark.slow),
         pytest.param("gated_delta_product", "head=2,context=4", marks=pytest.mark.crossed),
     ],
 )

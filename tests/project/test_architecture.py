@@ -180,6 +180,7 @@ ROOMS: dict[str, set[str]] = {
         "parts",
         "rule.implementations",
         "rule.ops",
+        "rule.erase_then_delta",
         "parallel",
         "rules",
         "layers.blocks",

@@ -8,7 +8,7 @@ from fused_oracle import sigmoid
 from small_layers import F32, empty_cache, inputs
 from tolerances import assert_close
 
-from gdn_jax.layers import GatedLinearAttention, RecurrentCache
+from gdn_jax.layers import EraseThenDelta, GatedLinearAttention, RecurrentCache
 
 BOUND = -3.0
 """Of the gate that has one: another than the default, and not read off the layer."""
@@ -70,11 +70,21 @@ def layer_oracle(layer, x, cache):
         bounded = layer.lower_bound is not None
         g = BOUND * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
         erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
-        write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if "w_proj" in p else erase
+        apart = "w_proj" in p and not isinstance(layer, EraseThenDelta)
+        write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if apart else erase
         erase = 0 * erase if isinstance(layer, GatedLinearAttention) else erase
+    if before := isinstance(layer, EraseThenDelta):
+        g = BOUND * -np.expm1(rate * np.logaddexp(0, z) / BOUND)
+        e, gamma = (
+            unit(low_rank(p, "e", x).reshape(T, H, K)),
+            sigmoid(linear(p["w_proj"], x))[..., None, None],
+        )
+        e = np.repeat(e, HV // H, axis=1)
     S, o = np.asarray(cache.state, np.float64), np.zeros((T, HV, V))
     for t in range(T):
         S = np.exp(g[t])[..., None] * S
+        if before:
+            S = S - gamma[t] * e[t][..., None] * np.einsum("hk,hkv->hv", e[t], S)[:, None]
         for i in range(n):
             u = write[t, i] * v[t, i] - np.einsum("hk,hkv->hv", erase[t, i] * k[t, i], S)
             S = S + k[t, i][..., None] * u[:, None]

@@ -1,0 +1,175 @@
+"""Erase-then-Delta Attention (EDA): a token erases at a key of its own before it writes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from gdn_jax.gates import channel_log_decay, l2norm, write_strength
+from gdn_jax.layers import blocks
+from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelInputs, ChannelMixer, FirstFactors
+from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start, decay_at_start
+from gdn_jax.layers.options import check_positive
+from gdn_jax.parallel.token_shards import DELTA_RULE
+from gdn_jax.rule.erase_then_delta import erase_then_delta_by, erase_then_delta_step
+from gdn_jax.styles import BROWN, Style
+
+RANK = 16
+"""Width of a key head between the two factors of the erase key's projection, as in the paper."""
+
+
+class EraseThenDelta(ChannelDecayMixer):
+    """The Erase-then-Delta Attention token mixer.
+
+        S <- Diag(exp(g)) S;   S <- S - gamma e (e^T S);   S <- S + beta k (v - k^T S)^T;   o = S^T q / sqrt(K)
+        e     = x We1 We2, to unit length in each head
+        gamma = sigmoid(x Ww + c)
+        beta  = sigmoid(x Wb + c), doubled with allow_neg_eigval
+
+    What makes q, k, v, g and y is in `layers.channel_decay`, but for the gate "lower_bound", which comes to its bound
+    exponentially here: `channel_log_decay(..., bound="exponential")`. A token costs two of `KimiDeltaAttention` in
+    whole rows. Pools of states have no such layers yet.
+
+    Args: those of `ChannelDecayMixer`, with the gate "lower_bound" by default, and
+      erase_rank: width of a head between the two factors of the erase key's projection.
+
+    Parameters: those of `ChannelDecayMixer`, b_proj and w_proj [hidden_size, num_v_heads], whose biases c there are
+      with a write_start, e_a_proj [hidden_size, erase_rank * num_heads] and e_b_proj.
+
+    Raises:
+      ValueError: as `ChannelDecayMixer`.
+
+    Source: Qwen Team, "Erase-then-Delta Attention" (arXiv 2606.26560). Whether a head's factor of e reads all heads'
+      first factors is not said there; here it does.
+    """
+
+    b_proj: blocks.Projection
+    w_proj: blocks.Projection
+    can_be_served = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_dim: int = 128,
+        *,
+        gate: str = "lower_bound",
+        erase_rank: int = RANK,
+        **options: Any,
+    ):
+        check_positive(erase_rank=erase_rank)
+        self.erase_rank = erase_rank
+        super().__init__(hidden_size, num_heads, num_v_heads, head_dim, gate=gate, **options)
+
+    def _make_strengths(self, linear: Callable[[int, int], nnx.Linear]) -> None:
+        self.b_proj = linear(self.hidden_size, self.num_v_heads)
+        self.w_proj = linear(self.hidden_size, self.num_v_heads)
+        width = self.erase_rank * self.num_heads
+        self.e_a_proj = linear(self.hidden_size, width)
+        self.e_b_proj = linear(width, self.num_heads * self.head_dim)
+
+    def strength_projections(self) -> tuple[blocks.Projection, ...]:
+        """See `RecurrentMixer.strength_projections`: those of the write and of the erasure before it."""
+        return self.b_proj, self.w_proj
+
+    def _logits(self, *logits: Array) -> tuple[Array, Array | None]:
+        b, w = logits
+        return b, w
+
+    def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
+        """See `ChannelDecayMixer.strengths`: beta, and what is erased at the erase key."""
+        assert w is not None
+        return write_strength(b, allow_neg_eigval=self.allow_neg_eigval), write_strength(w), None
+
+    def gates(
+        self, a: Array, b: Array, w: Array | None
+    ) -> tuple[Array, Array | None, Array | None, Array | None]:
+        """See `RecurrentMixer.gates`."""
+        A_log = None if self.A_log is None else self.A_log[...]
+        g = channel_log_decay(a, A_log, self.dt_bias[...], self.lower_bound, bound="exponential")
+        return g, *self.strengths(b, w)
+
+    def rule_inputs(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        conv_state: Float[Array, "N conv_dim W1"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+        first: FirstFactors | None = None,
+    ) -> tuple[ChannelInputs, Float[Array, "N conv_dim W1"]]:
+        """See `RecurrentMixer.rule_inputs`."""
+        packing: Any = dict(conv_state=conv_state, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+        found, conv = super().rule_inputs(x, first=first, **packing)
+        e = self.e_b_proj(self.e_a_proj(x)).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        return found._replace(erase_key=l2norm(e)), conv
+
+    def apply_rule(
+        self,
+        inputs: ChannelInputs,
+        *,
+        initial_state: Float[Array, "N HO K V"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N1"] | None = None,
+    ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
+        """See `RecurrentMixer.apply_rule`."""
+        is_token = self._is_a_token(inputs.q, initial_state, cu_seqlens)
+        if is_token:
+            inputs = jax.tree.map(lambda y: y[:, 0], inputs)
+        q, k, v, g, beta, strength, _, key = inputs
+        if is_token:
+            assert initial_state is not None
+            o, state = erase_then_delta_step(q, k, v, g, beta, key, strength, initial_state)
+            return o[:, None], state
+        arrays = q, k, v, g, beta, key, strength, cu_seqlens, segment_ids
+        options: Any = dict(initial_state=initial_state, implementation=self.implementation)
+        return erase_then_delta_by(DELTA_RULE.here(), *arrays, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class EraseDelta(ChannelMixer):
+    """`EraseThenDelta`.
+
+    Fields:
+      erase_rank: as for `EraseThenDelta`.
+    """
+
+    name: ClassVar = "eda"
+    layer: ClassVar = EraseThenDelta
+    gate: str = "lower_bound"
+    erase_rank: int = RANK
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(erase_rank=self.erase_rank)
+
+    def costs(self, config: Any, L: int) -> MixerCosts:
+        """See `MixerConfig.costs`: a row has two tokens for each, and keeps the erase keys."""
+        one, keys = super().costs(config, L), config.num_heads * config.head_dim
+        more = (
+            (config.num_v_heads or config.num_heads)
+            * config.head_dim
+            * round(config.head_dim * config.expand_v)
+        )
+        return one._replace(
+            prefill_flops=2 * one.prefill_flops,
+            activation_bytes=one.activation_bytes + L * keys * (2 if config.dtype == "bfloat16" else 4),
+            decode_flops=one.decode_flops + 4 * more,
+        )
+
+    def start(self, config: Any, time_step: float) -> Start | None:
+        """See `MixerConfig.start`: what both keys erase, as one strength. The bounded gate has a rate of 1."""
+        start = super().start(config, time_step)
+        if start is None:
+            return None
+        g = decay_at_start(time_step, 1.0) if self.gate == "lower_bound" else start.g
+        return Start(g, start.beta + (0.5 if config.write_start is None else config.write_start))
+
+
+MIXERS: dict[str, MixerConfig] = {
+    "eda": EraseDelta(style=Style(BROWN, "D", "full", (0, (3, 1, 1, 1)), "EDA"))
+}
