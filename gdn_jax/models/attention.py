@@ -222,16 +222,27 @@ class Attention(nnx.Module):
             )
             return o, self.first_cache(k, v, count) if return_cache else None
         T, cache = q.shape[1], _append(cache, k, v, count, is_full=lengths is None)
-        S = cache.k.shape[1]
         if T == 1:
             o = self.one_query(q, cache)
         else:
-            q, (k, v) = self.queries(q), self.read(cache)
-            slots = (cache.length - count)[:, None] + jnp.arange(T)  # of the new tokens
-            visible = jnp.arange(S) <= slots[..., None]
-            o = attend(q, k, v, causal=False, visible=visible[:, None])
+            o = self.some_queries(q, cache, (cache.length - count)[:, None] + jnp.arange(T))
         # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
-        return self.outputs(jnp.where((cache.length <= S)[:, None, None, None], o, jnp.nan)), cache
+        fits = cache.length <= cache.k.shape[1]
+        return self.outputs(jnp.where(fits[:, None, None, None], o, jnp.nan)), cache
+
+    def some_queries(
+        self, q: Float[Array, "B T H K"], cache, positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T H Vc"]:
+        """Returns what queries of tokens at some positions see of a cache, before `outputs`.
+
+        Args:
+          q: the queries.
+          cache: with the queries' tokens, each in the slot of its position.
+          positions: of the tokens.
+        """
+        ages = positions[..., None] - jnp.arange(cache.k.shape[1])
+        visible = (ages >= 0) & (ages < (self.config.window or cache.k.shape[1]))
+        return attend(self.queries(q), *self.read(cache), causal=False, visible=visible[:, None])
 
     def one_query(
         self, q: Float[Array, "B 1 H K"], cache, rows: Int[Array, " B"] | None = None
@@ -390,27 +401,34 @@ def _append(cache, k, v, count, is_full: bool):
     Args:
       is_full: whether all are.
     """
-    T, S = k.shape[1], cache.k.shape[1]
-    old_k, old_v = cache.k, cache.v
+    T, after = k.shape[1], cache.length + count
     if not isinstance(cache, FixedAttentionCache):
-        old_k, old_v = (jnp.pad(x, ((0, 0), (0, T), (0, 0), (0, 0))) for x in (old_k, old_v))
-        S += T
+        old_k, old_v = (jnp.pad(x, ((0, 0), (0, T), (0, 0), (0, 0))) for x in (cache.k, cache.v))
+        cache = cache._replace(k=old_k, v=old_v)
     if k.shape[0] == T == 1 and is_full:
         # One kernel where a scatter would be three. A token for which there is no slot replaces the last one: its
         # outputs are NaN, and so are those of all behind it.
         at = (0, cache.length[0], 0, 0)
         k, v = (
             jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at)
-            for old, new in ((old_k, k), (old_v, v))
+            for old, new in ((cache.k, k), (cache.v, v))
         )
-        return type(cache)(k, v, cache.length + count)
-    token = jnp.arange(T)
+        return cache._replace(k=k, v=v, length=after)
+    token, S = jnp.arange(T), cache.k.shape[1]
     slots = jnp.where(token < count[:, None], cache.length[:, None] + token, S)  # slot S is dropped
-    rows = jnp.arange(k.shape[0])[:, None]
+    return with_tokens(cache, jnp.arange(k.shape[0])[:, None], slots, k, v)._replace(length=after)
+
+
+def with_tokens(cache, rows: Array, slots: Array, k: Array, v: Array) -> Any:
+    """A cache with keys and values of tokens in some slots of some rows, its length as it was.
+
+    A token whose slot or row the cache does not have is dropped.
+    """
     k, v = (
-        old.at[rows, slots].set(new.astype(old.dtype), mode="drop") for old, new in ((old_k, k), (old_v, v))
+        old.at[rows, slots].set(new.astype(old.dtype), mode="drop")
+        for old, new in ((cache.k, k), (cache.v, v))
     )
-    return type(cache)(k, v, cache.length + count)
+    return cache._replace(k=k, v=v)
 
 
 def _rolled(x, by):

@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from gdn_jax import serving
 from gdn_jax.layers import RecurrentMixer
-from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache
-from gdn_jax.parts.attention import attend
+from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, with_tokens
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
@@ -198,7 +197,7 @@ class Attending:
         place = token - begins[piece]
         q, k, v = mixer.heads(x, (past[piece] + place)[None])
         to = at.rows(piece).only(token < cu_seqlens[-1])
-        pool = _with(pool, to.slot, past[piece] + place, k[0], v[0])
+        pool = with_tokens(pool, to.slot, past[piece] + place, k[0], v[0])
         rows = q[0][jnp.clip(begins[:, None] + token, 0, T - 1)]
         o = self._attend(mixer, rows, pool, at, past[:, None] + token, past + counts)[piece, place]
         o = jnp.where(to.is_slot[:, None, None], o, 0)[None]
@@ -231,7 +230,7 @@ class Attending:
         past = pool_slots.take(pool.length, start)
         positions = past[:, None] + jnp.arange(x.shape[1])
         q, k, v = mixer.heads(x, positions)
-        pool = _with(pool, first.slot[:, None], positions, k, v)
+        pool = with_tokens(pool, first.slot[:, None], positions, k, v)
         o = self._attend(mixer, q, pool, first, positions, positions[:, -1] + 1)
         length = pool_slots.put(pool.length, after, positions + 1)
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
@@ -245,21 +244,9 @@ class Attending:
         else:
             known = jnp.arange(S) < lengths[:, None]  # other places may hold NaN
             k, v = (jnp.where(known[..., None, None], pool_slots.take(y, at), 0) for y in (pool.k, pool.v))
-            keys, values = mixer.read(AttentionCache(k, v, lengths))
-            ages = positions[..., None] - jnp.arange(S)
-            visible = (ages >= 0) & (ages < (mixer.config.window or S))
-            o = attend(mixer.queries(q), keys, values, causal=False, visible=visible[:, None])
+            o = mixer.some_queries(q, AttentionCache(k, v, lengths), positions)
         o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
         return jnp.where(at.is_slot[:, None, None, None], o, 0)
-
-
-def _with(
-    pool: FixedAttentionCache, slots: Array, positions: Array, k: Array, v: Array
-) -> FixedAttentionCache:
-    """The pool with keys and values of tokens at positions of slots, as an `Address` numbers them."""
-    to = (slots, positions)
-    k, v = (old.at[to].set(new.astype(old.dtype), mode="drop") for old, new in ((pool.k, k), (pool.v, v)))
-    return pool._replace(k=k, v=v)
 
 
 def _check_pieces(capacity: int, size: int, cu_seqlens, slots) -> None:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from gdn_jax.models.attention import Attention, WindowCache
+from gdn_jax.models.attention import Attention, WindowCache, with_tokens
 from gdn_jax.parts.attention import attend
 
 
@@ -70,9 +70,4 @@ def _put(cache: WindowCache, k: Array, v: Array, count: Array) -> WindowCache:
     token = jnp.arange(T)
     kept = (token < count[:, None]) & (token >= count[:, None] - W)
     slots = jnp.where(kept, (cache.length[:, None] + token) % W, W)  # slot W is dropped
-    rows = jnp.arange(B)[:, None]
-    k, v = (
-        old.at[rows, slots].set(new.astype(old.dtype), mode="drop")
-        for old, new in ((cache.k, k), (cache.v, v))
-    )
-    return WindowCache(k, v, cache.length + count)
+    return with_tokens(cache, jnp.arange(B)[:, None], slots, k, v)._replace(length=cache.length + count)

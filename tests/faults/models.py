@@ -188,8 +188,8 @@ FAULTS = (
     ),
     Fault(
         "an attention layer sees the slot behind its tokens",
-        "visible = jnp.arange(S) <= slots[..., None]",
-        "visible = jnp.arange(S) <= slots[..., None] + 1",
+        "visible = (ages >= 0) & (ages < (self.config.window or cache.k.shape[1]))",
+        "visible = (ages >= -1) & (ages < (self.config.window or cache.k.shape[1]))",
         "tests/models/test_hybrid.py::test_prefill_and_decode_equal_one_pass",
     ),
     Fault(
