@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -11,7 +13,7 @@ from gdn_jax.gates import channel_log_decay, l2norm, write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelInputs, ChannelMixer, FirstFactors
 from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start, decay_at_start
-from gdn_jax.layers.options import check_positive
+from gdn_jax.layers.options import check_positive, value_width
 from gdn_jax.parallel.token_shards import DELTA_RULE
 from gdn_jax.rule.erase_then_delta import erase_then_delta_by, erase_then_delta_step
 from gdn_jax.styles import BROWN, Style
@@ -149,16 +151,13 @@ class EraseDelta(ChannelMixer):
 
     def costs(self, config: Any, L: int) -> MixerCosts:
         """See `MixerConfig.costs`: a row has two tokens for each, and keeps the erase keys."""
-        one, keys = super().costs(config, L), config.num_heads * config.head_dim
-        more = (
-            (config.num_v_heads or config.num_heads)
-            * config.head_dim
-            * round(config.head_dim * config.expand_v)
-        )
+        one, K = super().costs(config, L), config.head_dim
+        state = (config.num_v_heads or config.num_heads) * K * value_width(K, config.expand_v)
+        keys = L * config.num_heads * K * jnp.dtype(config.dtype).itemsize
         return one._replace(
             prefill_flops=2 * one.prefill_flops,
-            activation_bytes=one.activation_bytes + L * keys * (2 if config.dtype == "bfloat16" else 4),
-            decode_flops=one.decode_flops + 4 * more,
+            activation_bytes=one.activation_bytes + keys,
+            decode_flops=one.decode_flops + 4 * state,
         )
 
     def start(self, config: Any, time_step: float) -> Start | None:
