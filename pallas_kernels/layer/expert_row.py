@@ -20,7 +20,7 @@ Numerics: float32, h too. The same bits in every call. Hardware: `NEEDS`. Limits
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,7 @@ from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import (
     REDUCTION_BYTES,
     SMEM_LIMIT,
+    Memory,
     smem_bytes,
     store_any,
 )
@@ -304,6 +305,12 @@ def expert_row(
     return compiled(_run, interpret, static=2)(config or Config(), interpret, *arrays)
 
 
+def _fitting(stages: int, memory: Callable[[int], Memory]) -> Memory:
+    """Shared memory with as many tiles of a warpgroup as there is room for, up to a number: rows may be wide."""
+    every = (memory(n) for n in range(stages, 0, -1))
+    return next(m for m in every if smem_bytes(m, REDUCTION_BYTES) <= SMEM_LIMIT)
+
+
 def _run(config, interpret, x, weights, experts, gate_up, down, shared, weight, ahead):
     D, F2, k = *gate_up.shape[1:], experts.shape[1]
     gate, up, shared_down = shared or (None,) * 3
@@ -315,7 +322,10 @@ def _run(config, interpret, x, weights, experts, gate_up, down, shared, weight, 
     spans = (first.each - 2) // (D // DEPTH) + 2
     options: dict[str, Any] = dict(auto_barriers=False, warpgroups=warpgroups, interpret=interpret)
     memories = [
-        memory_of(numbers, columns, min(stages, pl.cdiv(parts.each, warpgroups)), spans, warpgroups, x.dtype)
+        _fitting(
+            min(stages, pl.cdiv(parts.each, warpgroups)),
+            functools.partial(memory_of, numbers, columns, spans=spans, warpgroups=warpgroups, dtype=x.dtype),
+        )
         for numbers, columns, stages, spans, parts in (
             (D, COLUMNS, config.stages, spans, first),
             (numbers, DOWN_COLUMNS, config.down_stages, 1, second),
@@ -323,8 +333,6 @@ def _run(config, interpret, x, weights, experts, gate_up, down, shared, weight, 
     ]
     inputs = {"x": x, "gate_up": gate_up, "gate": gate, "up": up, "down": down, "experts": experts}
     outputs = {"h": jax.ShapeDtypeStruct((2, first.parts, padded), jnp.float32)}
-    for memory in memories:
-        assert smem_bytes(memory, REDUCTION_BYTES) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
     made = launch(
         "expert_row",
         functools.partial(_branches, sizes=sizes, parts=first),

@@ -77,6 +77,18 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
     close(want, jnp.sum(z, axis=0, keepdims=True), "z")
 
 
+def test_wide_rows_have_fewer_tiles_in_shared_memory():
+    """The mixtures of a row of every published size, of 3072 numbers the widest, are made on 132 multiprocessors."""
+    for D, E, F, k in ((2048, 512, 512, 10), (3072, 256, 1024, 8)):
+        shared = (D, F), (D, F), (F, D)
+        shapes = (1, D), (E, D, 2 * F), (E, F, D), *shared
+        x, gate_up, down, *shared = (jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes)
+        weights, experts = (jax.ShapeDtypeStruct((1, k), dtype) for dtype in ("float32", "int32"))
+        config = expert_row.Config(132, down_ctas=264)
+        made = functools.partial(expert_row.expert_row, config=config)
+        assert jax.eval_shape(made, x, weights, experts, gate_up, down, tuple(shared)).shape[1] == D
+
+
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
