@@ -237,6 +237,9 @@ def of_findings() -> Checks:
         if head[0] == "mixers":
             for row in rows:
                 yield from of_places(*row)
+        if head[1].startswith("loss"):
+            for row in rows:
+                yield from of_first_mixer(*row)
         for row in rows if head[1] in ("recalled of 64", "30M") else ():
             for title, cell in zip(head[1:], row[1:], strict=True):
                 if head[1] == "30M":
@@ -272,6 +275,19 @@ def of_places(mixers: str, rule: str, rate: str, trained: str, recalled: str, ei
     places = zip(*(run["test_accuracy_by"]["place"]["256"] for run in runs), strict=True)
     for i, (said, part) in enumerate(zip(numbers(eighths), places, strict=True)):
         yield f"{where}, eighth {i + 1}", said, 100 * statistics.fmean(part)
+
+
+def of_first_mixer(rule: str, losses: str, *recalled: str) -> Checks:
+    """A row of the table of the first mixer's writes."""
+    runs = json.loads((ROOT / "recall/first_mixer/runs.json").read_text())["runs"]
+    runs = [run for run in runs if run["rule"] == NAMES[rule]]
+    ordered = sorted(run["loss"] for run in runs)
+    for said, value in zip(losses.split(" to "), (ordered[0], ordered[-1]), strict=True):
+        yield f"README.md, finding 1, first mixer, {rule}, loss", said, value
+    for factor, cell in zip(("0.5", "1", "2"), recalled, strict=True):
+        for run, said in zip(runs, numbers(cell), strict=True):
+            where = f"README.md, finding 1, first mixer, {rule}, writes times {factor}, seed {run['seed']}"
+            yield where, said, 32 * sum(run["place"][factor]) / len(run["place"][factor])
 
 
 def of_tasks() -> Checks:

@@ -175,7 +175,9 @@ def how_they_were_run(r: Numbers) -> list[str]:
         `text/30m/first`), nine of `text/100m` of `2bebc27` and three of `8a36315`, the words of S3 of
         `76fac69`, other words and the needle in text of `1530a33`, except Gated DeltaNet at the needle and
         `recall/by_state/first`, which are of `ae1304c`. Nothing that these runs use had changed between.
-        Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already.
+        Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already. The
+        intervention of finding 1 is of `python -m results.first_mixer`, on two cores of a CPU; its file has
+        the versions.
         Seven sweeps older than `058cf94`, which changed the weights that a seed draws, are no longer shown,
         as their commands give other numbers today: parity up to 512 bits and its first version for a CPU,
         needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One

@@ -2,17 +2,20 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from gdn_jax.layers.gated_delta_net import GatedDeltaNet
 from gdn_jax.sweeps.grid import wanted
 from gdn_jax.sweeps.options import GridOptions, SweepOptions
 from gdn_jax.training.tasks.recall import RecallOptions
+from results import first_mixer
 from results.erase_and_write import EraseAndWrite
 from results.pages import apart
 from results.pages.claims import OWN
@@ -58,6 +61,26 @@ def test_no_run_is_left_out():
     seeds = range(o["first_seed"], o["first_seed"] + o["seeds"])
     grid = itertools.product(o["mixers"], o["lrs"], o["write_starts"], seeds)
     assert sorted((x["mixer"], x["lr"], x["write_start"], x["seed"]) for x in lines) == sorted(grid)
+
+
+def test_no_seed_of_the_intervention_is_left_out():
+    """`results.first_mixer`: each rule, seed and factor, and as many places in each."""
+    runs = json.loads(first_mixer.FILE.read_text())["runs"]
+    expected = itertools.product(first_mixer.RULES, range(first_mixer.SEEDS))
+    assert [(run["rule"], run["seed"]) for run in runs] == [*expected]
+    for run in runs:
+        assert [*map(float, run["place"])] == [*first_mixer.FACTORS]
+        assert {len(places) for places in run["place"].values()} == {8}
+        assert (run["steps"], run["rate"]) == (first_mixer.STEPS, first_mixer.RATE)
+
+
+@pytest.mark.slow
+def test_the_intervention_runs(tmp_path, monkeypatch):
+    for name, value in dict(RULES=("delta_net",), SEEDS=1, STEPS=2, ROWS=4).items():
+        monkeypatch.setattr(first_mixer, name, value)
+    assert first_mixer.main([str(tmp_path / "a" / "runs.json")]) == 0
+    [line] = json.loads((tmp_path / "a" / "runs.json").read_text())["runs"]
+    assert line["steps"] == 2 and len(line["place"]) == len(first_mixer.FACTORS)
 
 
 def test_runs_that_never_come_to_half_are_left_out():
