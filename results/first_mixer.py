@@ -56,9 +56,9 @@ def run(rule: str) -> list[dict]:
 
     graphdef, _, rest = nnx.split(nnx.eval_shape(lambda: make(0)), nnx.Param, ...)
     optimizer = steps.make_optimizer(ScheduleOptions(), STEPS, RATE)
-    shuffled = recall.sequences(jax.random.key(1), ROWS, 4 * ASKED, VOCABULARY, ASKED, 1.0, shuffled=True)
-    of_place = recall.slices(*shuffled[::2], ASKED)["place"]
-    tokens, targets, _ = shuffled
+    drawn = recall.sequences(jax.random.key(1), ROWS, 4 * ASKED, VOCABULARY, ASKED, 1.0, shuffled=True)
+    tokens, targets, asked = drawn
+    of_place = recall.slices(tokens, asked, ASKED)["place"]
 
     @jax.jit
     @jax.vmap
