@@ -103,7 +103,7 @@ def decode_with_drafts(
     def a_round(carry: _Carry) -> _Carry:
         drafts, head = _guessed(model, carry.newest, carry.head, k, token.dtype)
         read = jnp.concatenate([carry.token[:, None], drafts], axis=1)
-        hidden, accept = read_ahead(steps, read, carry.cache)
+        hidden, accept = read_drafts(steps, read, carry.cache)
         new = choose(steps.logits(hidden), carry.made[:, None] + ahead)
         right = jnp.cumprod(new[:, :k] == drafts, axis=1).sum(axis=1)
         is_over = carry.ended | (carry.made >= num_tokens)
@@ -146,7 +146,7 @@ def _guessed(
     return jnp.concatenate(drafts, axis=1), after._replace(length=cache.length)
 
 
-def read_ahead(
+def read_drafts(
     model: LanguageModel, tokens: Int[Array, "B T"], cache: Cache
 ) -> tuple[Float[Array, "B T D"], Callable[[Int[Array, " B"]], Cache]]:
     """Hidden states of tokens of which some may be wrong, and accept(count): the cache after the first `count` [B].
