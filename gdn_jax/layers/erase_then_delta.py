@@ -16,7 +16,7 @@ from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start, decay_at_start
 from gdn_jax.layers.options import check_positive, value_width
 from gdn_jax.parallel.token_shards import DELTA_RULE
 from gdn_jax.rule.erase_then_delta import erase_then_delta_by, erase_then_delta_step
-from gdn_jax.styles import BROWN, Style
+from gdn_jax.styles import PLUM, Style
 
 RANK = 16
 """Width of a key head between the two factors of the erase key's projection, as in the paper."""
@@ -170,5 +170,5 @@ class EraseDelta(ChannelMixer):
 
 
 MIXERS: dict[str, MixerConfig] = {
-    "eda": EraseDelta(style=Style(BROWN, "D", "full", (0, (3, 1, 1, 1)), "EDA"))
+    "eda": EraseDelta(style=Style(PLUM, "D", "full", (0, (3, 1, 1, 1)), "EDA"))
 }

@@ -184,6 +184,27 @@ class Server:
         self._release(request)
         self._waiting.appendleft(request)
 
+    def cancel(self, number: int) -> np.ndarray:
+        """Ends a request that waits or runs; no later step returns it. Its slot is free at once.
+
+        Returns:
+          The new tokens that have been read.
+
+        Raises:
+          ValueError: no such request waits or runs.
+        """
+        unread = (request for _, owners in self._unread for request in owners if request is not None)
+        every = (*self._waiting, *self._running, *unread)
+        request = next((r for r in every if r.number == number and not r.is_done), None)
+        if request is None:
+            raise ValueError(f"number: expected a request that waits or runs, got {number}")
+        request.is_done = True  # tokens that a program was started for are not read
+        if request.slot is not None:
+            self._release(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        return np.array(request.tokens, np.int32)
+
     def _admit(self) -> None:
         while self._waiting and self._free and len(self._running) < self._max_batch:
             request, slot = self._waiting[0], self._free[0]

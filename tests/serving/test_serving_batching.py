@@ -1,5 +1,6 @@
 """The loop over requests: uneven lengths, slots used again, preemption; each request as if it were alone."""
 
+import contextlib
 import functools
 import types
 
@@ -171,6 +172,30 @@ def test_preempted_requests_go_on_where_they_were():
             break
     assert preempted > 5
     assert_same_tokens(wanted(), got)
+
+
+def test_cancelled_requests_change_no_other():
+    """At every stage, some after they have lost their slot or when only a token is unread. What has been read of them
+    is how they begin, and no step returns them; all slots serve again."""
+    server, rng = make_server(), np.random.default_rng(5)
+    numbers = {server.submit(prompts()[i % 8], REQUESTS[i % 8][1]): i % 8 for i in range(24)}
+    got, cancelled = {}, {}
+    while len(got) + len(cancelled) < len(numbers):
+        got |= server.step()
+        for number in [n for n in numbers if n not in got and n not in cancelled]:
+            if rng.random() < 0.1:
+                with contextlib.suppress(ValueError):  # it waits, or its last token is unread
+                    server.preempt(number)
+            if rng.random() < 0.08:
+                cancelled[number] = server.cancel(number)
+    assert len(cancelled) > 5 and max(len(tokens) for tokens in cancelled.values()) > 1
+    for number, tokens in got.items():
+        np.testing.assert_array_equal(tokens, wanted()[numbers[number]])
+    for number, tokens in cancelled.items():
+        np.testing.assert_array_equal(tokens, wanted()[numbers[number]][: len(tokens)])
+        with pytest.raises(ValueError, match=f"number: expected a request that waits or runs, got {number}"):
+            server.cancel(number)
+    assert_same_tokens(wanted(), serve_all(server))
 
 
 @pytest.mark.slow

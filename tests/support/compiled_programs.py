@@ -62,7 +62,7 @@ MORE: dict[str, int] = {
     "test_layer_kernels_rows.py": 530,
     "test_layer_kernels_short_conv.py": 130,
     "test_layer_kernels_swiglu.py": 130,
-    "test_layer_kernels_vocabulary.py": 170,
+    "test_layer_kernels_vocabulary.py": 210,
     "test_layer_of_a_token.py": 85,
     "test_layer_tokens.py": 160,
     "test_layers_of_a_row.py": 710,
