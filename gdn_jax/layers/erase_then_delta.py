@@ -169,6 +169,4 @@ class EraseDelta(ChannelMixer):
         return Start(g, start.beta + (0.5 if config.write_start is None else config.write_start))
 
 
-MIXERS: dict[str, MixerConfig] = {
-    "eda": EraseDelta(style=Style(PLUM, "D", "full", (0, (3, 1, 1, 1)), "EDA"))
-}
+MIXERS: dict[str, MixerConfig] = {"eda": EraseDelta(style=Style(PLUM, "D", "full", (0, (3, 1, 1, 1)), "EDA"))}
