@@ -18,6 +18,7 @@ import numpy as np
 
 from gdn_jax.serving.arguments import capacity, check_integers, slot_count
 from gdn_jax.serving.pools import GRID
+from gdn_jax.serving.prefixes import Prefixes
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
 from gdn_jax.shapes import check_whole
 
@@ -72,6 +73,10 @@ class Server:
       prefill_tokens: tokens of prompts in a step, at least 64. Longer prompts come in pieces, which end on multiples
         of 64 tokens.
       vocab_size: `submit` refuses tokens from here on. By default it takes all that int32 holds.
+      prefix_bytes: of the device's memory for what is remembered of the beginnings of prompts: a request whose prompt
+        begins like one before starts behind that. Its tokens stay the same, but for ties within rounding. 0: every
+        prompt is read whole. A slot's contents are kept whole, with the places of tokens that are not there yet.
+      prefix_stride: beginnings of multiples of so many tokens are kept, a multiple of 64.
 
     Raises:
       ValueError: a number does not fit.
@@ -88,6 +93,8 @@ class Server:
         max_waiting: int = 64,
         prefill_tokens: int = 256,
         vocab_size: int | None = None,
+        prefix_bytes: int = 0,
+        prefix_stride: int = 256,
     ):
         slots = slot_count(pools)
         check_whole("max_batch", max_batch, 1, slots)
@@ -106,6 +113,9 @@ class Server:
         self._unread: deque[tuple[jax.Array, list[_Request | None]]] = deque()
         self._finished: dict[int, np.ndarray] = {}
         self._number = 0
+        self.prefixes = Prefixes(prefix_stride, prefix_bytes)
+        self.tokens_shared = 0
+        """Tokens of prompts that no program has read, since another request's were the same."""
         self.occupied: dict[int | None, int] = {}
         """The number of the request that each slot served in the last step."""
 
@@ -211,6 +221,12 @@ class Server:
             if request.kept is not None:  # one that lost its place finds it again, before tokens are read
                 self._state = put_slots(self._state, _indices([slot]), request.kept)
                 request.kept = None
+            elif not request.seen:
+                length, contents = self.prefixes.find(request.prompt)
+                if length:
+                    self._state = put_slots(self._state, _indices([slot]), contents)
+                    self.tokens_shared += length
+                request.seen = length
             request.slot = slot
             self._running.append(request)
             self._waiting.popleft()
@@ -232,6 +248,7 @@ class Server:
             if left and not length:
                 break
             if left:
+                length = self.prefixes.whole(request.prompt, request.seen, length)
                 rows.append((request, request.prompt[request.seen : request.seen + length]))
                 room -= length
         if not rows:
@@ -255,6 +272,9 @@ class Server:
         for request, piece in rows:
             request.seen += len(piece)
         self._count(new, owners)
+        for (request, _), slot in zip(rows, slots, strict=False):
+            if self.prefixes.wants(request.prompt, request.seen):
+                self.prefixes.keep(request.prompt, request.seen, _take(self._state, _indices([slot])))
 
     def _start_tokens(self) -> None:
         owners: list[_Request | None] = [request for request in self._running if request.made]
@@ -288,6 +308,12 @@ def _indices(values: Any) -> np.ndarray:
     array = array if array.dtype == bool else array.astype(np.int32)
     array.flags.writeable = False
     return array
+
+
+@jax.jit
+def _take(state: _State, slots: Any) -> Any:
+    """Contents of slots, as arrays of their own."""
+    return take_slots(state, slots)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
