@@ -74,9 +74,9 @@ class Server:
         of 64 tokens.
       vocab_size: `submit` refuses tokens from here on. By default it takes all that int32 holds.
       prefix_bytes: of the device's memory for what is remembered of the beginnings of prompts: a request whose prompt
-        begins like one before starts behind that. Its tokens stay the same, but for ties within rounding. 0: every
+        begins like one before starts after it. Its tokens stay the same, but for ties within rounding. 0: every
         prompt is read whole. A slot's contents are kept whole, with the places of tokens that are not there yet.
-      prefix_stride: beginnings of multiples of so many tokens are kept, a multiple of 64.
+      prefix_stride: beginnings are kept whose number of tokens is a multiple of it; itself a multiple of 64.
 
     Raises:
       ValueError: a number does not fit.

@@ -16,7 +16,7 @@ class Prefixes:
     Beginnings are found by their tokens, so that no two share one contents by chance.
 
     Args:
-      stride: beginnings have multiples of so many tokens, itself a multiple of 64.
+      stride: the numbers of tokens of beginnings are multiples of it; itself a multiple of 64.
       most_bytes: of all contents together.
 
     Raises:

@@ -31,7 +31,7 @@ def _mtp_logits(model, tokens, mask=None):
 
 @pytest.mark.parametrize("name", tiers(HEADS, HEADS[:1], HEADS[1:]))
 def test_logits_are_those_of_transformers(name):
-    """Whole rows, and behind padding on the left the logits of the bare row."""
+    """Whole rows, and after padding on the left the logits of the bare row."""
     want = hf_checkpoints.expected_of(DATA / name)
     model = load_hf(DATA / name, implementation="recurrent")
     ids = want["input_ids"]
@@ -56,7 +56,7 @@ def test_a_head_in_8_bits(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts(name):
-    """Three greedy drafts behind n tokens and the next one: the head goes on from its own hidden state and cache."""
+    """Three greedy drafts after n tokens and the next one: the head goes on from its own hidden state and cache."""
     want = hf_checkpoints.expected_of(DATA / name)
     model = load_hf(DATA / name, implementation="recurrent")
 
