@@ -377,7 +377,7 @@ class RecurrentMixer(nnx.Module):
         past: Float[Array, "B conv_dim W1"],
         mask: Bool[Array, "B 1"] | None = None,
     ) -> tuple[Float[Array, "B 1 conv_dim"], Float[Array, "B conv_dim W1"]]:
-        """Channels of a token behind the convolution, and its new state, as it was where the token is padding."""
+        """Channels of a token after the convolution, and its new state, as it was where the token is padding."""
         if self.conv_weight is None:
             return _silu(x), past
         y, state = causal_conv1d_update(x[:, 0], past, *self.filters())

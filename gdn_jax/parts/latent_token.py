@@ -80,5 +80,5 @@ def latent_token(
 
 
 def frequencies(latents: Latents, width: int) -> np.ndarray:
-    """Angles of the pairs of so many turned dimensions from a token to the next, float32."""
+    """Angles of the pairs of `width` turned dimensions from a token to the next, float32."""
     return (1.0 / latents.theta ** (np.arange(width // 2) * 2 / width)).astype(np.float32)

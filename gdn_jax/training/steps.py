@@ -240,7 +240,7 @@ def loss_sum(
     """Sum of the weighted losses of a batch, to be differentiated, and all sums of the model's own logits.
 
     With places, different ones of each row that hold all that counts, no other logits are computed. With an
-    mtp_weight the loss of the model's head for the token after the next is added, times this weight; no sum counts it.
+    mtp_weight the loss of the head for the token after the next is added, times this weight; no sum counts it.
     """
     model = nnx.merge(graphdef, params, rest)
     x, later = model.hidden_states(jnp.asarray(batch.tokens))[0], 0.0
