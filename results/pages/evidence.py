@@ -3,9 +3,10 @@
 import statistics
 
 from gdn_jax.sweeps.summary import Start
-from results.pages.claims import CLAIMS, OWN, Claim
+from results.pages.claims import CLAIMS, Claim
 from results.pages.markdown import gain_of, joined, prose, table
 from results.pages.numbers import Numbers
+from results.pages.questions import OWN
 from results.pages.stored import HALF
 from results.pages.verdicts import Comparison, Fails, Gains, OneSeed, Rates
 

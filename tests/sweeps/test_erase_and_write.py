@@ -18,8 +18,8 @@ from gdn_jax.training.tasks.recall import RecallOptions
 from results import first_mixer
 from results.erase_and_write import EraseAndWrite
 from results.pages import apart
-from results.pages.claims import OWN
 from results.pages.numbers import Numbers
+from results.pages.questions import OWN
 from results.pages.stored import HALF
 
 RESULTS = Path(__file__).parents[2] / "results"

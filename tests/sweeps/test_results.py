@@ -18,8 +18,9 @@ from gdn_jax.sweeps import grid, report, settings
 from gdn_jax.sweeps import options as sweep_options
 from results.pages import apart, figures, markdown, verdicts
 from results.pages.__main__ import PAGES
-from results.pages.claims import CLAIMS, OWN
+from results.pages.claims import CLAIMS
 from results.pages.numbers import Numbers, at_least
+from results.pages.questions import OWN
 from results.pages.stored import HALF, Arm, Results, half_of
 from results.pages.verdicts import Comparison, Fails, Gains, OneSeed, Rates
 
