@@ -47,15 +47,10 @@ def assert_near(got, want, atol):
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_logits_are_those_of_the_merged_model(name):
-    """With the changes beside the weights; rows with padding on the left, too."""
+    """With the changes next to the weights; rows with padding on the left, too."""
     want = hf_checkpoints.expected_of(LORA / name)
     model = load_hf(LORA / ADAPTERS[name], implementation="recurrent", adapter=LORA / name)
-    call = nnx.jit(lambda model, tokens, mask: model(tokens, mask=mask)[0])
-    ids = np.concatenate([want["input_ids"], want["left_padded_ids"]])
-    mask = np.concatenate([np.ones_like(want["input_ids"]), want["left_padded_mask"]]).astype(bool)
-    got = np.asarray(call(model, ids, mask))
-    hf_checkpoints.assert_same_logits(got[:2], want["logits"])
-    hf_checkpoints.assert_same_logits(got[2:][mask[2:]], want["left_padded_logits"][mask[2:]])
+    hf_checkpoints.assert_same_as_expected(model, want)
 
 
 @pytest.mark.slow
@@ -232,7 +227,7 @@ def test_a_linked_adapter_is_not_published(tmp_path):
         (dict(peft_type=None), "peft_type = 'none': only 'LORA' is supported"),
         (dict(use_dora=True), "use_dora = True: DoRA's norms of columns are not supported"),
         (dict(bias="all"), "bias = 'all': trained biases are not supported"),
-        (dict(modules_to_save=["lm_head"]), r"modules_to_save = \['lm_head'\]: whole modules beside"),
+        (dict(modules_to_save=["lm_head"]), r"modules_to_save = \['lm_head'\]: whole modules next to"),
         (dict(fan_in_fan_out=True), r"fan_in_fan_out = True: weights \[inputs, outputs\]"),
         (
             dict(target_parameters=["mlp.experts.gate_up_proj"]),

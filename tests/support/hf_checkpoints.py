@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from gdn_jax.hf.tensors import read_header
 from gdn_jax.models import generate
@@ -56,6 +57,20 @@ def assert_same_logits(got, want):
     assert np.max(np.sum(np.exp(p) * (p - q), axis=-1)) <= KL
     best = np.take_along_axis(want, np.argsort(got)[..., -5:], axis=-1)
     np.testing.assert_allclose(best, np.sort(want)[..., -5:], rtol=0, atol=2 * LOGITS)
+
+
+def assert_same_as_expected(model, want):
+    """Logits of whole rows, and of rows with padding on the left, at their tokens."""
+    ids = np.concatenate([want["input_ids"], want["left_padded_ids"]])
+    mask = np.concatenate([np.ones_like(want["input_ids"]), want["left_padded_mask"]]).astype(bool)
+    got, n = np.asarray(_masked_logits(model, ids, mask)), len(want["input_ids"])
+    assert_same_logits(got[:n], want["logits"])
+    assert_same_logits(got[n:][mask[n:]], want["left_padded_logits"][mask[n:]])
+
+
+@nnx.jit
+def _masked_logits(model, tokens, mask):
+    return model(tokens, mask=mask)[0]
 
 
 def assert_continued(model, prompt, generated):
