@@ -85,7 +85,7 @@ def channel_log_decay(
     Numerics: float32 from f on. A product of an exponential with something is the exponential of one sum, so that no
       infinity meets a zero: values and derivatives are finite for any finite A_log.
     Source: fla's `fused_kda_gate` (first form), the bounded gate of Kimi K3, GLM-5.3-Flash and Ling-3.0 (second), and
-      that of Erase-then-Delta Attention (arXiv 2606.26560, equation 15).
+      equation 15 of Erase-then-Delta Attention (arXiv 2606.26560; third).
     """
     if lower_bound is not None and not (isinstance(lower_bound, (int, float)) and lower_bound < 0):
         raise ValueError(f"lower_bound: expected a number below 0 or None, got {lower_bound!r}")

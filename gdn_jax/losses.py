@@ -147,7 +147,7 @@ def token_log_probs(
       NotImplementedError: x is float16, in which the small probabilities of dl vanish.
 
     Numerics: as `linear_softmax_cross_entropy`; a likely token's log-probability keeps its digits near 0.
-    Source: the two walks are those of `linear_softmax_cross_entropy`, without and with gradients.
+    Source: `linear_softmax_cross_entropy` has both walks, without and with gradients.
     """
     _check(x, weight, targets, label_weights, 0.0, tile)
     if label_weights is None:

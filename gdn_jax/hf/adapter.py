@@ -65,7 +65,7 @@ _REASONS = {
     "use_dora": "DoRA's norms of columns are not supported",
     "bias": "trained biases are not supported",
     "lora_bias": "a bias of the change is not supported",
-    "modules_to_save": "whole modules beside the changes are not supported",
+    "modules_to_save": "whole modules next to the changes are not supported",
     "fan_in_fan_out": "weights [inputs, outputs] are not supported",
     "target_parameters": "changes of parameters that are no projections are not supported",
     "trainable_token_indices": "trained embeddings are not supported",
@@ -136,7 +136,7 @@ def _check(config: Fields) -> None:
 
 
 class _Values:
-    """A number of every module: the config's, or that of the first pattern that matches the end of its name."""
+    """A number of every module: the config's, or the first pattern's that matches the end of its name."""
 
     def __init__(self, config: Fields, patterns: str, value: Callable[[Fields], Any]):
         self._default = value(config)

@@ -55,7 +55,7 @@ def skipped_of(
 ) -> tuple[str, ...]:
     """Names of the tensors of parts that our models do not have: of images, and of the prediction of several tokens.
 
-    The latter may be layers after those of the decoder, as many as `num_nextn_predict_layers`. The `head` is one of
+    The latter may be layers after the decoder's, as many as `num_nextn_predict_layers`. The `head` is one of
     our parts.
     """
     read = {name for weight in head for name in weight.tensors}
@@ -97,7 +97,7 @@ def load_hf(
       path: folder with config.json and model.safetensors, or with files that an index lists.
       dtype: of weights and products, float32 or bfloat16; None: that of the checkpoint. A_log and dt_bias are float32
         in any case, and so are norms, gates, states and logits.
-      weight_dtype: of the weights, where it is another one than that of products. An FP8 checkpoint, matrices in E4M3
+      weight_dtype: of the weights, where products have another one. An FP8 checkpoint, matrices in E4M3
         with a scale for each block, is brought to it as it is read, float32(values) * float32(scale) rounded once.
       mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
         divide, the rest is on every one. None: JAX's default device.

@@ -179,7 +179,7 @@ def _companions(origin: Origin) -> list[Path]:
 
 
 def _skipped(origin: Origin, described: Described, headless: bool) -> list[Tensor | Scaled]:
-    """The tensors that a loaded model does not use, where they lie; those of its head, too, if it has lost it."""
+    """The tensors that a loaded model does not use, where they lie; its head's, too, if it has lost the head."""
     names = origin.skipped + (origin.head if headless else ())
     if not names:
         return []

@@ -34,10 +34,10 @@ class EraseThenDelta(ChannelDecayMixer):
     exponentially here: `channel_log_decay(..., bound="exponential")`. A token costs two of `KimiDeltaAttention` in
     whole rows. Pools of states have no such layers yet.
 
-    Args: those of `ChannelDecayMixer`, with the gate "lower_bound" by default, and
+    Args: as for `ChannelDecayMixer`, with the gate "lower_bound" by default, and
       erase_rank: width of a head between the two factors of the erase key's projection.
 
-    Parameters: those of `ChannelDecayMixer`, b_proj and w_proj [hidden_size, num_v_heads], whose biases c there are
+    Parameters: as in `ChannelDecayMixer`, and b_proj and w_proj [hidden_size, num_v_heads], whose biases c there are
       with a write_start, e_a_proj [hidden_size, erase_rank * num_heads] and e_b_proj.
 
     Raises:
@@ -74,7 +74,7 @@ class EraseThenDelta(ChannelDecayMixer):
         self.e_b_proj = linear(width, self.num_heads * self.head_dim)
 
     def strength_projections(self) -> tuple[blocks.Projection, ...]:
-        """See `RecurrentMixer.strength_projections`: those of the write and of the erasure before it."""
+        """See `RecurrentMixer.strength_projections`: first the write's, then the erasure's."""
         return self.b_proj, self.w_proj
 
     def _logits(self, *logits: Array) -> tuple[Array, Array | None]:

@@ -25,7 +25,7 @@ class Reader(nnx.Module):
     """A part of a block that knows what a token reads from it on, which its kernels bring to the L2 cache."""
 
     ahead: tuple[nnx.Param, ...] = ()
-    """Parameters: its own, in the order in which its kernels read them, and then those of other parts; of a copy for
+    """Parameters: its own, in the order in which its kernels read them, and then other parts'; of a copy for
     one row, else none."""
 
     def token_weights(self) -> list[nnx.Param]:
