@@ -14,6 +14,7 @@ from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import Around, LanguageModel
 from gdn_jax.models.inference.program import for_inference
 from gdn_jax.models.served_layers import LayerPools, kind_of
+from gdn_jax.models.structure import split
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole
 
@@ -40,7 +41,7 @@ class ServedModel:
     def __init__(self, model: LanguageModel, *, batch_invariant: bool = False):
         self._mixers = [block.mixer for block in model.blocks]
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
-        self._graphdef, self.params = nnx.split(for_inference(model))
+        self._structure, self.params = split(for_inference(model))
 
     def make_pools(
         self,
@@ -144,7 +145,7 @@ class ServedModel:
         self, params: Any, tokens: Int[Array, "B T"], mix: Around, pick: Callable[[Array], Array]
     ) -> tuple[Int[Array, "..."], tuple]:
         """The likeliest tokens after those that `pick` picks from all hidden states, and the pools."""
-        model = nnx.merge(self._graphdef, params)
+        model = self._structure.merge(params)
         x, new = model.hidden_states(tokens, around=mix, return_cache=True)
         logits = model.logits(pick(x))
         likeliest = jnp.argmax(logits, -1).astype(jnp.int32)  # of NaN, where there is one

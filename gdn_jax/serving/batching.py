@@ -6,6 +6,7 @@ writes to again, since the device may read it long after the call. A request cou
 that program has started, so a step that is interrupted before loses nothing.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,10 @@ class Server:
         """Tokens of prompts that no program has read, since another request's were the same."""
         self.occupied: dict[int | None, int] = {}
         """The number of the request that each slot served in the last step."""
+        self.read: dict[int, list[int]] = {}
+        """The new tokens that the last step read, by their request's number."""
+        self.waited = 0.0
+        """Seconds in which all steps together waited for the device."""
 
     def submit(
         self, prompt: Sequence[int] | np.ndarray, num_tokens: int, *, stop_token: int | None = None
@@ -163,7 +168,7 @@ class Server:
         Returns:
           The new tokens of the requests that have ended.
         """
-        started = len(self._unread)
+        started, self.read = len(self._unread), {}
         self._admit()
         self.occupied = {request.slot: request.number for request in self._running}
         self._start_prompts()
@@ -291,10 +296,14 @@ class Server:
                 self._release(request)
 
     def _read(self, new: jax.Array, owners: list[_Request | None]) -> None:
-        for token, request in zip(np.asarray(new).tolist(), owners, strict=False):
+        began = time.perf_counter()
+        values = np.asarray(new)
+        self.waited += time.perf_counter() - began
+        for token, request in zip(values.tolist(), owners, strict=False):
             if request is None or request.is_done:
                 continue
             request.tokens.append(token)
+            self.read.setdefault(request.number, []).append(token)
             if token == request.stop_token or len(request.tokens) == request.num_tokens:
                 request.is_done = True
                 self._finished[request.number] = np.array(request.tokens)
