@@ -9,6 +9,9 @@ Weights have the compute dtype, as those of a checkpoint have.
 The column "ms of bytes" is the time of the bytes that a token has to move at least, at the memory's published speed:
 the weights that its rows are multiplied by, with all experts that one of them chooses, all states once in and once
 out, all keys and values once in. The part that grows with the context is the attention layers'.
+
+The column "first s" has the seconds that tracing and compiling take: of a prompt those of the first call, which reads
+it once; of tokens those before the first call.
 """
 
 import dataclasses
@@ -98,8 +101,11 @@ class GenerateBenchmark(Benchmark):
     def time_prompt(self, model: LanguageModel, about: dict[str, Any]) -> Iterator[Result]:
         """Times a call of `generate` for one token."""
         prompt = jax.device_put(_tokens(model.config, (1, self.prefill), self.seed))
+        began = time.perf_counter()
+        jax.block_until_ready(generate(model, prompt, 1))
+        first = time.perf_counter() - began
         timing = measure.by_clock(lambda: generate(model, prompt, 1), self.repeats)
-        yield Result(about, timing, {"tokens/s": self.prefill / timing.ms * 1e3})
+        yield Result(about, timing, {"tokens/s": self.prefill / timing.ms * 1e3, "first s": first})
 
     def time_tokens(self, model: LanguageModel, about: dict[str, Any]) -> Iterator[Result]:
         """Times the loop of `generate` at one batch and context."""
@@ -107,7 +113,9 @@ class GenerateBenchmark(Benchmark):
         graphdef, params = nnx.split(model)
         token = jax.device_put(_tokens(model.config, (batch,), self.seed))
         cache = _fill(model, batch, context, context + self.tokens)
+        began = time.perf_counter()
         program = _continue.lower(graphdef, params, token, cache, num_tokens=1 + self.tokens).compile()
+        first = time.perf_counter() - began
 
         def once() -> Any:
             nonlocal cache
@@ -131,6 +139,7 @@ class GenerateBenchmark(Benchmark):
             "tokens/s": batch / timing.ms * 1e3,
             "ms of bytes": bytes_ms(model.config, batch, context + self.tokens // 2),
             "cache GB": sum(x.nbytes for x in jax.tree.leaves(cache)) / 1e9,
+            "first s": first,
         }
         yield Result(about, timing, numbers)
 

@@ -56,6 +56,7 @@ def test_reading_and_writing_are_timed(tmp_path, capsys):
     for r, context, batch in ((read, 16, 1), (written, 8, 3)):
         assert (r["context"], r["batch"]) == (context, batch)
         assert "ms of bytes" not in r  # of a CPU
+        assert r["first s"] > 0
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
