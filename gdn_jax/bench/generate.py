@@ -37,7 +37,7 @@ from gdn_jax.commands.files import replacing
 from gdn_jax.inspect.plots import COLORS
 from gdn_jax.models import LanguageModel, ModelConfig, generate
 from gdn_jax.models.attention import AttentionCache, WindowCache
-from gdn_jax.models.costs import layer_costs, model_costs, parameters_of_step
+from gdn_jax.models.costs import bytes_of_step, layer_costs, model_costs
 from gdn_jax.models.decoder import Cache
 from gdn_jax.models.generate import decode
 from gdn_jax.models.inference.program import for_inference
@@ -191,12 +191,12 @@ def _tokens(config: ModelConfig, shape: tuple[int, ...], seed: int) -> np.ndarra
 def bytes_ms(config: ModelConfig, batch: int, context: int) -> float | None:
     """Milliseconds of a step at the memory's published speed, by bytes alone; None where the device is not known.
 
-    Experts are those that rows choose in the mean, see `parameters_of_step`.
+    Experts are those that rows choose in the mean, see `bytes_of_step`.
     """
     speed = of_device(BANDWIDTH)
     if speed is None:
         return None
-    weights = parameters_of_step(config, batch) * jnp.dtype(config.dtype).itemsize
+    weights = bytes_of_step(config, batch)
     # A state is read and written; of keys and values only those of one token are written.
     passes = {kind: 2 if config.attention_of(kind) is None else 1 for kind in config.types}
     rows = batch * sum(passes[kind] * layer_costs(config, kind, context).cache_bytes for kind in config.types)

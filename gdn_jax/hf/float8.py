@@ -82,6 +82,21 @@ class Scaled(NamedTuple):
           ValueError: a scale is negative or not finite, a value is NaN, or their product overflows; names tensor and
             file.
         """
+        scales, matrix = self.read_scales(), self.read_codes().astype(np.float32)
+        rows, columns = np.minimum(
+            self.block, matrix.shape[-2:]
+        )  # a block may say to be larger than any matrix
+        for i in range(scales.shape[-2]):
+            stripe = matrix[..., i * rows : (i + 1) * rows, :]
+            stripe *= np.repeat(scales[..., i, :], columns, -1)[..., None, : matrix.shape[-1]]
+        return matrix
+
+    def read_scales(self) -> np.ndarray:
+        """The scales of the blocks in float32.
+
+        Raises:
+          ValueError: see `read`.
+        """
         scales = self.scales.read().astype(np.float32)
         with np.errstate(over="ignore"):
             whole = np.isfinite(LARGEST * scales) & (scales >= 0)
@@ -90,18 +105,20 @@ class Scaled(NamedTuple):
                 f"{self.scales.file}: expected scales from 0 to {np.finfo(np.float32).max / LARGEST:.3g} in tensor "
                 f"{self.scales.name}, got {scales[~whole].flat[0]:.3g}"
             )
-        matrix = self.values.stored_values().astype(np.float32)
-        rows, columns = np.minimum(
-            self.block, matrix.shape[-2:]
-        )  # a block may say to be larger than any matrix
-        for i in range(scales.shape[-2]):
-            stripe = matrix[..., i * rows : (i + 1) * rows, :]
-            stripe *= np.repeat(scales[..., i, :], columns, -1)[..., None, : matrix.shape[-1]]
-        if np.isnan(matrix).any():
+        return scales
+
+    def read_codes(self) -> np.ndarray:
+        """The values in E4M3, without their scales.
+
+        Raises:
+          ValueError: see `read`.
+        """
+        codes = self.values.stored_values()
+        if np.any(codes.view(np.uint8) & 0x7F == 0x7F):
             raise ValueError(
                 f"{self.values.file}: expected numbers in tensor {self.values.name}, got NaN: it is damaged"
             )
-        return matrix
+        return codes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from gdn_jax.hf import adapter as lora_files
+from gdn_jax.hf import kept
 from gdn_jax.hf.checkpoint import CONFIG, read_json, read_tensors, stays_inside
 from gdn_jax.hf.families import Described, describe
 from gdn_jax.hf.family import Family, Names
@@ -77,6 +78,7 @@ def load_hf(
     *,
     dtype: DTypeLike | None = None,
     weight_dtype: DTypeLike | None = None,
+    weights: str | None = None,
     mesh: Mesh | None = None,
     implementation: str | None = None,
     remat: str = "none",
@@ -99,6 +101,9 @@ def load_hf(
         in any case, and so are norms, gates, states and logits.
       weight_dtype: of the weights, where products have another one. An FP8 checkpoint, matrices in E4M3
         with a scale for each block, is brought to it as it is read, float32(values) * float32(scale) rounded once.
+      weights: "float8": the matrices that FP8 checkpoints of Qwen's models have in 8 bits are kept so, with their
+        scales: those of such a checkpoint as they are, others rounded to blocks of 128 x 128, as `save_hf` does. The
+        model needs about half the memory and cannot be trained. None: all are brought to `weight_dtype`.
       mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
         divide, the rest is on every one. None: JAX's default device.
       implementation: of the rule, see `gated_delta_rule`.
@@ -118,17 +123,27 @@ def load_hf(
         variant that is not supported; the adapter changes more than projections, or in another way (DoRA, biases).
     """
     folder = Path(path)
+    if weights not in (None, "float8"):
+        raise ValueError(f"weights: expected None or 'float8', got {weights!r}")
+    if weights is not None and adapter is not None:
+        raise ValueError(
+            f"adapter: expected None with weights = {weights!r}, which are not trained, got {adapter}"
+        )
     found = read_json(folder / CONFIG)
     described = describe(found, str(folder / CONFIG))
+    if weights is not None and described.family.eight_bits is None:
+        raise NotImplementedError(
+            f"weights: no FP8 checkpoints of {described.family.architecture} are known, only of Qwen's hybrid models"
+        )
     tensors = tensors_of(folder, described)
     names = names_of(described, tensors)
     config = config_of(described, dtype, tensors, names)
-    kept = config.weight_dtype if weight_dtype is None else weight_dtype
-    config = dataclasses.replace(config, implementation=implementation, weight_dtype=kept, remat=remat)
+    options = {"implementation": implementation, "remat": remat, "weights": weights or config.weights}
+    config = dataclasses.replace(config, weight_dtype=weight_dtype or config.weight_dtype, **options)
     head = head_of(described, config, tensors, names)
     skipped = skipped_of(described, tensors, names, head)
-    weights = itertools.chain(weights_of(described.family, config, names), head)
-    plan = check_tensors(folder, weights, tensors, skipped)
+    plan = itertools.chain(weights_of(described.family, config, names), head)
+    plan = check_tensors(folder, plan, tensors, skipped)
     changes = {} if adapter is None else lora_files.read_changes(Path(adapter), plan, names)
     abstract = nnx.eval_shape(lambda: _made(config, bool(head)))
     graphdef, state = nnx.split(abstract)
@@ -138,7 +153,8 @@ def load_hf(
     assert not placed, f"parameters that the model does not have: {[*placed]}"
     nnx.replace_by_pure_dict(state, values)
     model = nnx.merge(graphdef, state)
-    set_lora(model, lora_files.placed(changes, partial(_put, mesh=mesh)))
+    if changes:
+        set_lora(model, lora_files.placed(changes, partial(_put, mesh=mesh)))
     read = dict.fromkeys(
         (folder / CONFIG, *(part.file for tensor in tensors.values() for part in tensor.stored))
     )
@@ -257,14 +273,21 @@ def _place(
 ) -> Iterator[tuple[str, jax.Array]]:
     """The parameters by name, on their devices."""
     for weight in plan:
+        if weight.params[0] + kept.CODES in shapes:
+            for name, array in kept.read(weight, tensors):
+                yield name, _placed(array, shapes[name], name, mesh)
+            continue
         # Rounded before they are laid out: several experts in one array take its memory once, in this dtype.
         dtype = shapes[weight.params[0]].dtype
         arrays = weight.read(tensors[name].read().astype(dtype, copy=False) for name in weight.tensors)
         for name, array in zip(weight.params, arrays, strict=True):
-            like = shapes[name]
-            assert (array.shape, array.dtype) == (like.shape, like.dtype), (name, array.shape, array.dtype)
-            placed = _put(np.ascontiguousarray(array), mesh)
-            yield name, placed.block_until_ready()  # or arrays that wait for their transfer would pile up
+            yield name, _placed(array, shapes[name], name, mesh)
+
+
+def _placed(array: np.ndarray, like: Any, name: str, mesh: Mesh | None) -> jax.Array:
+    """A parameter on its devices. It is waited for, or arrays that wait for their transfer would pile up."""
+    assert (array.shape, array.dtype) == (like.shape, like.dtype), (name, array.shape, array.dtype)
+    return _put(np.ascontiguousarray(array), mesh).block_until_ready()
 
 
 def _put(array: np.ndarray, mesh: Mesh | None) -> jax.Array:

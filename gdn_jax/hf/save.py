@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from gdn_jax.commands.files import replacing, write_text
-from gdn_jax.hf import float8
+from gdn_jax.hf import float8, kept
 from gdn_jax.hf.checkpoint import CONFIG, INDEX, WEIGHTS, new_folder, stays_inside, writing
 from gdn_jax.hf.families import FAMILIES, Described, describe
 from gdn_jax.hf.family import Family, Names
@@ -31,7 +31,8 @@ COMPANIONS = (
 )
 """Files of a checkpoint that are copied from the one that was loaded."""
 
-ARITHMETIC = {"dtype", "residual_dtype", "weight_dtype", "implementation", "remat", "scan_layers", "matmul"}
+ARITHMETIC = {"dtype", "residual_dtype", "weight_dtype", "implementation", "remat"}
+ARITHMETIC |= {"scan_layers", "matmul", "weights"}
 """Fields of a ModelConfig that no checkpoint holds."""
 
 
@@ -52,10 +53,11 @@ def save_hf(
     Args:
       model: a language model with attention layers.
       path: folder, which must not exist.
-      weight_dtype: of the tensors; None: the model's, float32 or bfloat16. With "float8" Qwen's models are written as
-        their FP8 checkpoints are published: matrices of mixers, SwiGLUs and experts, these one by one, in E4M3 with a
-        bfloat16 scale for each block of 128 x 128, the rest in the model's dtype. A scale brings its block's largest
-        number to 448, and numbers are rounded to nearest.
+      weight_dtype: of the tensors; None: as the model is, float32 or bfloat16, or "float8" where it keeps weights in
+        8 bits; what it keeps is written as it is. With "float8" Qwen's models are written as their FP8 checkpoints
+        are published: matrices of mixers, SwiGLUs and experts, these one by one, in E4M3 with a bfloat16 scale for
+        each block of 128 x 128, the rest in the model's dtype. A scale brings its block's largest number to 448, and
+        numbers are rounded to nearest.
       max_file_bytes: of one file; beyond that there are several and an index.
 
     Raises:
@@ -80,13 +82,14 @@ def save_hf(
     else:
         family, fields, names = described.family, _as_read(model.config, origin, described), origin.names
     storage: Plain = Plain(np.dtype(model.config.weight_dtype))
-    if weight_dtype == "float8":
+    if weight_dtype == "float8" or (weight_dtype is None and model.config.weights == "float8"):
         storage, names = _in_blocks(storage, family, described), Names(names.prefix)  # experts one by one
     plan = [*weights_of(family, model.config, names)]
     if model.mtp is not None and family.mtp is not None:
         plan += family.mtp(model.config, names)
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    params = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
+    params: dict[str, Any] = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
+    params = kept.named(params, storage.dtype)
     if extra := params.keys() - {name for weight in plan for name in weight.params}:
         changed = any(isinstance(module, LoRALinear) for _, module in nnx.iter_graph(model))
         raise ValueError(

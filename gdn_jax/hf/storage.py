@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdn_jax.hf import float8
+from gdn_jax.hf import float8, kept
 from gdn_jax.hf.float8 import Scaled
+from gdn_jax.hf.kept import Kept
 from gdn_jax.hf.tensors import STORED, Entry, Tensor
 from gdn_jax.hf.weights import Weight
 
@@ -32,7 +33,7 @@ class Plain:
 
     dtype: np.dtype
 
-    def parts(self, weight: Weight, params: Mapping[str, jax.Array]) -> list[Part]:
+    def parts(self, weight: Weight, params: Mapping[str, jax.Array | Kept]) -> list[Part]:
         """The tensors of a weight."""
         arrays = [params[name] for name in weight.params]
         entries = [Entry(name, arrays[0].dtype, shape) for name, shape in weight.tensors.items()]
@@ -66,11 +67,13 @@ class InBlocks(Plain):
     block: tuple[int, int]
     chosen: re.Pattern[str]
 
-    def parts(self, weight: Weight, params: Mapping[str, jax.Array]) -> list[Part]:
-        """The tensors of a weight, scales before values."""
+    def parts(self, weight: Weight, params: Mapping[str, jax.Array | Kept]) -> list[Part]:
+        """The tensors of a weight, scales before values: as a model keeps them, or quantised."""
         if not all(self.chosen.search(name) for name in weight.tensors):
             return Plain.parts(self, weight, params)
         arrays = [params[name] for name in weight.params]
+        if (found := self._kept(weight, arrays)) is not None:
+            return found
         scales = [
             Entry(name + float8.SCALES, np.dtype(jnp.bfloat16), float8.scales_shape(shape, self.block))
             for name, shape in weight.tensors.items()
@@ -89,6 +92,26 @@ class InBlocks(Plain):
             Part(values, lambda: each(float8.quantized)),
         ]
 
+    def _kept(self, weight: Weight, arrays: list[Any]) -> list[Part] | None:
+        """The codes and scales of a model as they are; None where it has none in blocks as these."""
+        of_model = [array for array in arrays if isinstance(array, Kept)]
+        if len(of_model) < len(arrays) or self.block != float8.BLOCK:
+            return None
+        if (found := kept.tensors_of(weight, of_model)) is None:
+            return None
+        codes, scales = found
+        narrow = all(np.array_equal(x.astype(jnp.bfloat16).astype(np.float32), x) for x in scales)
+        dtype = np.dtype(jnp.bfloat16 if narrow else np.float32)
+        of_scales = [
+            Entry(name + float8.SCALES, dtype, x.shape)
+            for name, x in zip(weight.tensors, scales, strict=True)
+        ]
+        of_codes = [Entry(name, x.dtype, x.shape) for name, x in zip(weight.tensors, codes, strict=True)]
+        return [
+            Part(of_scales, lambda: (x.astype(dtype) for x in scales)),
+            Part(of_codes, lambda: iter(codes)),
+        ]
+
     def copied(self, tensor: Tensor | Scaled) -> list[Part]:
         """A tensor of the checkpoint that a model was loaded from, and its scales, as they lie there."""
         return [_copy(stored) for stored in tensor.stored]
@@ -100,7 +123,7 @@ class InBlocks(Plain):
         return {"quantization_config": float8.written(self.block, plain)}
 
 
-def _written(weight: Weight, arrays: list[jax.Array]) -> Iterator[np.ndarray]:
+def _written(weight: Weight, arrays: list[Any]) -> Iterator[np.ndarray]:
     return weight.write([np.asarray(array) for array in arrays])
 
 

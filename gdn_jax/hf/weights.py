@@ -173,7 +173,7 @@ def separate_experts(
 
     def read_gate_up(tensors):
         first = next(tensors)
-        whole = np.empty((experts, hidden, 2 * size), first.dtype)
+        whole = np.empty((experts, first.shape[1], 2 * size), first.dtype)  # scales have fewer columns
         for i, tensor in enumerate(itertools.chain([first], tensors)):
             half = i % 2 * size
             whole[i // 2, :, half : half + size] = tensor.T
@@ -186,7 +186,7 @@ def separate_experts(
 
     def read_down(tensors):
         first = next(tensors)
-        whole = np.empty((experts, size, hidden), first.dtype)
+        whole = np.empty((experts, *first.T.shape), first.dtype)
         for i, tensor in enumerate(itertools.chain([first], tensors)):
             whole[i] = tensor.T
         return [whole]

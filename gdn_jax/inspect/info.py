@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +22,15 @@ from gdn_jax.hf.text import is_checkpoint
 from gdn_jax.inspect.analysis import memory_horizon
 from gdn_jax.layers.mixer import MixerCosts, Start
 from gdn_jax.models.config import ModelConfig, period_of
-from gdn_jax.models.costs import active_parameters, layer_costs, model_costs, parameters, shapes, title
+from gdn_jax.models.costs import (
+    active_parameters,
+    layer_costs,
+    model_costs,
+    parameters,
+    shapes,
+    title,
+    weight_bytes,
+)
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import slot_bytes
 from gdn_jax.parallel import sharding
@@ -43,6 +50,8 @@ class InfoOptions:
     """Sequences side by side, each with a cache."""
     mesh: str | None = None
     """A mesh, as in data=8,sharded: tells what each of its devices would hold in training; see docs/parallel.md."""
+    weights: Literal["whole", "float8"] = "whole"
+    """How large weights are kept: whole, or in 8 bits as by load_hf(..., weights="float8")."""
 
 
 ABOUT = f"{InfoOptions.__doc__}\n\nPresets: {', '.join(PRESETS)}."
@@ -56,6 +65,10 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
       RunError: there is no such checkpoint, run or preset, or an option cannot be used.
     """
     fields.check(options)
+    if options.mesh is not None and options.weights != "whole":
+        raise RunError(
+            f"--weights: expected whole with --mesh, which tells of training, got {options.weights}"
+        )
     preset = str(path) in PRESETS and not path.exists()
     if not preset and not path.exists():
         raise RunError(
@@ -65,6 +78,7 @@ def info(path: Path, options: InfoOptions, console: Console) -> int:
     try:
         read = _of_preset if preset else _of_checkpoint if is_checkpoint(path) else _of_run
         heading, config, skipped, time_step = read(path)
+        config = dataclasses.replace(config, weights=options.weights)
     except ValueError as error:
         raise RunError(str(error)) from error
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -145,8 +159,9 @@ def _of_run(path: Path) -> tuple[str, ModelConfig, list[str], float | None]:
 def _parameters(config: ModelConfig) -> Table:
     counts = parameters(config)
     total = sum(counts.values())
-    size = _bytes(total * jnp.dtype(config.weight_dtype).itemsize)
-    table = _table(f"parameters, {size} in {config.weight_dtype}", "part", "number", "share")
+    kept = config.weight_dtype if config.weights == "whole" else f"{config.weights} and {config.weight_dtype}"
+    size = _bytes(weight_bytes(config))
+    table = _table(f"parameters, {size} in {kept}", "part", "number", "share")
     for part, count in counts.items():
         table.add_row(part, f"{count:,}", f"{count / total:.1%}")
     table.add_row("all", f"{total:,}", "100.0%", style="bold")

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.parallel.head_shards import projections_on_mesh, splits_heads, swiglu_on_mesh
 from gdn_jax.parts import eight_bits
+from gdn_jax.parts.block_weights import DEQUANTISING
 from gdn_jax.parts.kernels import FEW_ROWS, usable
 from gdn_jax.parts.norms import add_norm
 from gdn_jax.parts.products import PLAIN, Addend, Prepared, array_of, times
@@ -255,9 +256,12 @@ class Projection(Protocol):
 
 
 def set_product(part: nnx.Module, product: Any) -> None:
-    """Makes the projections of a module multiply by a product of `gdn_jax.parts.products`, in place."""
+    """Makes the projections of a module multiply by a product of `gdn_jax.parts.products`, in place.
+
+    Those that keep their weights in 8 bits have a product of their own.
+    """
     for _, inner in nnx.iter_modules(part):
-        if isinstance(inner, nnx.Linear):
+        if isinstance(inner, nnx.Linear) and inner.dot_general is not DEQUANTISING:
             inner.dot_general = product
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from gdn_jax.layers.block_weights import BlockSwiGLU, keep_projections
 from gdn_jax.layers.blocks import Initializer, RMSNorm, SwiGLU, TokenMixer, from_stream, set_product, whole
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
-from gdn_jax.models.experts import Experts
+from gdn_jax.models.experts import BlockExperts, Experts
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts.products import PRODUCTS, Addend
@@ -53,6 +54,10 @@ def make_block(config: ModelConfig, layer: int, **weights: Any) -> "Block":
     reordered = a is not None and a.reordered_norm
     block = (ReorderedBlock if reordered else Block)(config, mixer, mlp, **weights)
     set_product(block, PRODUCTS[config.matmul])
+    if config.weights == "float8":
+        parts: Any = block
+        keep_projections(parts.mixer)
+        parts.mlp = BlockSwiGLU(parts.mlp) if mlp is None else BlockExperts(parts.mlp)
     return block
 
 

@@ -18,6 +18,7 @@ from gdn_jax.shapes import ArgumentError, check_choice
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "rule", "full")
+WEIGHTS = ("whole", "float8")
 DEFAULT_MIXER = "gated_delta_net"
 DEFAULT_PERIOD = 4
 """Layers of which the last is attention, where a model has attention and does not say where."""
@@ -245,6 +246,10 @@ class ModelConfig:
       matmul: how the projections of blocks are multiplied in training, a name of `gdn_jax.parts.products.PRODUCTS`:
         "default", in the compute dtype; "float8", in 8 bits, with the cotangents in E5M2; "float8_e4m3", with them in
         E4M3. Not the output projection, routers and experts, and nothing in a model for inference.
+      weights: how the large weights of blocks are kept: "whole", in weight_dtype, or "float8", in E4M3 with a scale
+        for each block of 128 x 128, half the memory of bfloat16. Such a model is not trained. Its recurrent layers
+        are GatedDeltaNets and its attention is softmax attention. Embedding, head, norms, convolutions, routers and
+        the narrow projections of decays and strengths are kept whole.
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -281,6 +286,7 @@ class ModelConfig:
     mixer: Any = TOKEN_MIXERS[DEFAULT_MIXER]
     window_attention: AttentionConfig | None = None
     matmul: str = "default"
+    weights: str = "whole"
 
     def __post_init__(self):
         for name in ("dtype", "residual_dtype", "weight_dtype"):
@@ -308,8 +314,21 @@ class ModelConfig:
         check_choice("weight_dtype", self.weight_dtype, DTYPES)
         check_choice("remat", self.remat, REMAT)
         check_choice("matmul", self.matmul, tuple(PRODUCTS))
+        check_choice("weights", self.weights, WEIGHTS)
         check_choice("scan_layers", self.scan_layers, (True, False))
         self._check_layers()
+        if self.weights != "whole":
+            self._check_kept()
+
+    def _check_kept(self):
+        if self.matmul != "default":
+            raise ArgumentError(
+                "matmul", "'default' with weights = 'float8', which are not trained", self.matmul
+            )
+        if self.mixer.name != DEFAULT_MIXER or isinstance(self.attention, LatentAttentionConfig):
+            raise ArgumentError(
+                "weights", "'whole' for other layers than GatedDeltaNet and softmax attention", self.weights
+            )
 
     def _check_layers(self):
         if self.layer_types is not None:

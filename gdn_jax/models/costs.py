@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from gdn_jax.layers.block_weights import BLOCKS
 from gdn_jax.layers.mixer import MixerCosts
 from gdn_jax.models.config import ATTENTION_TYPES, AttentionConfig, LatentAttentionConfig, ModelConfig
 from gdn_jax.models.decoder import LanguageModel
@@ -33,10 +34,26 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by part, in the order of a table; makes no array."""
     parts = ("embedding", config.mixer.title, *ATTENTION_TYPES, "SwiGLU", "experts", "norms", "head")
     counts, kinds = dict.fromkeys(parts, 0), config.kinds
-    for path, leaf in jax.tree.leaves_with_path(shapes(config)):
-        names = [getattr(key, "key", key) for key in path]
-        counts[_part(config, kinds, names)] += count(leaf)
+    for names, leaf in _leaves(config):
+        if not (_is_kept(names) and names[-1] == "scales"):
+            counts[_part(config, kinds, names)] += count(leaf)
     return {part: number for part, number in counts.items() if number}
+
+
+def _leaves(config: ModelConfig) -> list[tuple[list, jax.ShapeDtypeStruct]]:
+    """Names and shapes of all parameters, and of the scales of those in 8 bits."""
+    leaves = jax.tree.leaves_with_path(shapes(config))
+    return [([getattr(key, "key", key) for key in path], leaf) for path, leaf in leaves]
+
+
+def _is_kept(names: list) -> bool:
+    """Tells parameters in 8 bits, and their scales, from others."""
+    return len(names) > 1 and str(names[-2]).endswith(BLOCKS)
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of all parameters as they are kept, with the scales of those in 8 bits; makes no array."""
+    return sum(count(leaf) * leaf.dtype.itemsize for _, leaf in _leaves(config))
 
 
 def _part(config: ModelConfig, kinds: tuple[tuple[str, bool], ...], names: list) -> str:
@@ -76,12 +93,29 @@ def parameters_of_step(config: ModelConfig, rows: int) -> float:
     Where rows choose experts at random, this is the mean: an expert is left out by a row with 1 - per_token /
     num_experts, and by all with that to the power of rows.
     """
-    values = float(multiplied_parameters(config))
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return sum(parameters(config).values()) - looked_up - _left_out(config, rows)
+
+
+def bytes_of_step(config: ModelConfig, rows: int) -> float:
+    """Bytes of the weights that `parameters_of_step` counts: those in 8 bits with their scales, others in `dtype`."""
+    kept = [(names[-1], leaf) for names, leaf in _leaves(config) if _is_kept(names)]
+    values, size = parameters_of_step(config, rows), jnp.dtype(config.dtype).itemsize
+    if not kept:
+        return values * size
+    in_blocks = sum(count(leaf) for name, leaf in kept if name == "codes")
+    each = sum(count(leaf) * leaf.dtype.itemsize for _, leaf in kept) / in_blocks
+    read = in_blocks - _left_out(config, rows)
+    return read * each + (values - read) * size
+
+
+def _left_out(config: ModelConfig, rows: int) -> float:
+    """Values of the experts that no row chooses, in the mean."""
     if (e := config.experts) is None:
-        return values
-    chosen = e.num_experts * (1 - (1 - e.per_token / e.num_experts) ** rows)
+        return 0.0
+    left = e.num_experts * (1 - e.per_token / e.num_experts) ** rows
     layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
-    return values + layers * (chosen - e.per_token) * 3 * e.expert_size * config.hidden_size
+    return layers * left * 3 * e.expert_size * config.hidden_size
 
 
 def attention_costs(

@@ -1,16 +1,21 @@
 """Mixture of experts with a shared expert, in the place of a SwiGLU."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.layers.block_weights import BlockSwiGLU, BlockWeight
 from gdn_jax.layers.blocks import Initializer, NoDecayParam, SwiGLU
 from gdn_jax.models.config import ExpertsConfig
+from gdn_jax.parts.block_weights import dequantised
 from gdn_jax.parts.experts import FEW, mixture
 from gdn_jax.parts.kernels import usable
 from gdn_jax.parts.routing import choose, largest
+from gdn_jax.parts.swiglu import gated
 from gdn_jax.shapes import Choice
 
 
@@ -133,6 +138,59 @@ class Experts(nnx.Module):
     def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
         """Products of rows and the router, in float32."""
         return _dot(rows, self.router[...].astype(rows.dtype), precision)
+
+
+class BlockExperts(Experts):
+    """A mixture of experts that keep their weights in 8 bits. Of few rows the chosen ones alone are read.
+
+    Args:
+      experts: the mixture, whose parts this one takes over.
+
+    Parameters: those of `Experts`, but gate_up_blocks and down_blocks, each a `BlockWeight`, for gate_up and down.
+    """
+
+    def __init__(self, experts: Experts):
+        own = dict(vars(experts))
+        gate_up, down = own.pop("gate_up"), own.pop("down")
+        vars(self).update(own)
+        self.param_dtype = gate_up.dtype
+        self.gate_up_blocks, self.down_blocks = BlockWeight(gate_up[...]), BlockWeight(down[...])
+        self.shared = BlockSwiGLU(experts.shared)
+
+    @property
+    def gate_up(self) -> Any:  # pyrefly: ignore[bad-override]
+        """The dequantised branches of all experts [E, inputs, 2 * inner]."""
+        return self.gate_up_blocks.whole(self.param_dtype)
+
+    @property
+    def down(self) -> Any:  # pyrefly: ignore[bad-override]
+        """The dequantised projections down of all experts [E, inner, outputs]."""
+        return self.down_blocks.whole(self.param_dtype)
+
+    def mix(
+        self, rows: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"]
+    ) -> Float[Array, "N D"]:
+        """See `Experts.mix`."""
+        if (
+            3 * chosen.size > self.config.num_experts
+        ):  # else the experts of the rows are read, written, read again
+            return super().mix(rows, weights, chosen)
+
+        def of_chosen(blocks: BlockWeight) -> Float[Array, "N k F D"]:
+            return dequantised(blocks.codes[...][chosen], blocks.scales[...][chosen], rows.dtype)
+
+        wide = jnp.promote_types(rows.dtype, jnp.float32)
+        gate_up = _sums(rows[:, None], of_chosen(self.gate_up_blocks), wide)
+        inner = gated(*jnp.split(gate_up, 2, axis=-1)).astype(rows.dtype)
+        each = _sums(inner, of_chosen(self.down_blocks), wide)
+        y = jnp.sum(weights[..., None] * each, axis=1)
+        own, gate = self.shared(rows).astype(y.dtype), self.gate(rows)
+        return y + (own if gate is None else gate[:, None] * own)
+
+
+def _sums(x: Float[Array, "N K D"], weight: Float[Array, "N k F D"], dtype: Any) -> Float[Array, "N k F"]:
+    """Products of each row with its weights, as products and sums, of which XLA makes one kernel."""
+    return jnp.sum(x[:, :, None].astype(dtype) * weight.astype(dtype), axis=-1).astype(x.dtype)
 
 
 def _dot(x, weight, precision=None):

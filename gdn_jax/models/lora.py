@@ -176,6 +176,10 @@ def merge_lora(model: LanguageModel) -> None:
 
 
 def _check_plain(model: LanguageModel) -> None:
+    if model.config.weights != "whole":
+        raise ValueError(
+            f"model: expected weights = 'whole', got {model.config.weights!r}: those kept in 8 bits are not trained"
+        )
     if lora_changes(model):
         raise ValueError("model: expected one without low-rank changes, got one that has them")
 

@@ -141,6 +141,7 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-4b": _dense(2560, 32, 9216, 32, _qwen(16, 4), tied=True),
     "qwen3.5-9b": _dense(4096, 32, 12288, 32, _qwen(16, 4), tied=False),
     "qwen3.5-27b": _dense(5120, 64, 17408, 48, _qwen(24, 4), tied=False),
+    "qwen3.6-27b": _dense(5120, 64, 17408, 48, _qwen(24, 4), tied=False),
     "qwen3.5-35b-a3b": _moe(2048, 40, 32, _qwen(16, 2), ExpertsConfig(256, 8, 512, 512)),
     "qwen3.5-122b-a10b": _moe(3072, 48, 64, _qwen(32, 2), ExpertsConfig(256, 8, 1024, 1024)),
     "qwen3-next-80b-a3b": dataclasses.replace(

@@ -332,7 +332,7 @@ NOT_OPTIONS = {
         "mixer_norm_eps",
         "zero_centred_norms",
     ),
-    *("scale_embedding", "weight_dtype"),
+    *("scale_embedding", "weight_dtype", "weights"),
 }
 """Fields of a ModelConfig that are no options: the task sets vocab_size, the others keep their defaults."""
 

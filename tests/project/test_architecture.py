@@ -197,11 +197,11 @@ ROOMS: dict[str, set[str]] = {
     },
     "models.window": {"parts.attention", "models.attention"},
     "models.latent": {"parts", "layers.blocks", "models.config", "models.attention"},
-    "models.experts": {"shapes", "parts.products", "parts", "layers.blocks", "models.config"},
+    "models.experts": {"shapes", "parts.products", "parts", "layers.blocks", "layers", "models.config"},
     "models.block": {
         "parts.products",
         "parts",
-        "layers.blocks",
+        *("layers.blocks", "layers"),
         "models.config",
         "models.attention",
         "models.window",

@@ -9,11 +9,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from gdn_jax.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, RecurrentMixer
+from gdn_jax.layers.block_weights import BlockSwiGLU
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, set_product
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
-from gdn_jax.models.experts import Experts
+from gdn_jax.models.experts import BlockExperts, Experts
 from gdn_jax.models.inference.attention import AttentionRows, WindowRows
 from gdn_jax.models.inference.dense import DenseRow
 from gdn_jax.models.inference.experts import ExpertRows
@@ -32,10 +33,11 @@ def for_inference(model: LanguageModel) -> LanguageModel:
     """A copy whose products find their weights in the compute dtype, as they would round them at every call.
 
     Norms find their factors in float32, in which they read them: a compiler would widen 16-bit weights, and add 1 to
-    zero-centred ones, for every token. The copy gives the model's logits, bit for bit, unless the model multiplies
-    in 8 bits: the copy never does. Low-rank changes are merged. Where a tied output projection would be rounded,
-    the copy has one of its own; the embedding stays as it is, since the residual stream begins with it. What needs
-    no conversion is shared with the model. The copy is neither for training nor for saving.
+    zero-centred ones, for every token. Weights that are kept in 8 bits stay as they are. The copy gives the model's
+    logits, bit for bit, unless the model multiplies in 8 bits: the copy never does. Low-rank changes are merged.
+    Where a tied output projection would be rounded, the copy has one of its own; the embedding stays as it is, since
+    the residual stream begins with it. What needs no conversion is shared with the model. The copy is neither for
+    training nor for saving.
 
     Args:
       model: the model; may be traced.
@@ -45,12 +47,12 @@ def for_inference(model: LanguageModel) -> LanguageModel:
     set_product(model, PLAIN)
     dtype = jnp.dtype(model.config.dtype)
     for _, part in nnx.iter_modules(model):
-        if isinstance(part, nnx.Linear):
+        if type(part) is nnx.Linear:
             _convert(part.kernel, dtype)
         elif isinstance(part, Experts):
             router = part.router if part.router_bias is None else None  # else it stays float32
             for weight in (router, part.gate_up, part.down, part.shared_gate):
-                if weight is not None:
+                if isinstance(weight, nnx.Variable):
                     _convert(weight, dtype)
         elif isinstance(part, RMSNorm):
             part.weight.set_value(part.scale(jnp.float32))
@@ -58,6 +60,12 @@ def for_inference(model: LanguageModel) -> LanguageModel:
     if model.head_weight().dtype != dtype:
         model.head = nnx.data(nnx.Param(model.head_weight().astype(dtype)))
     return model
+
+
+def _as_it_is(part: Any, call: Call) -> Any:
+    """A part that keeps its weights in 8 bits, which no kernel of single tokens reads: XLA multiplies by them."""
+    del call
+    return part
 
 
 ROWS: dict[type, Callable[[Any, Call], Any]] = {
@@ -70,6 +78,8 @@ ROWS: dict[type, Callable[[Any, Call], Any]] = {
     LatentAttention: LatentRows.of,
     SwiGLU: DenseRow.of,
     Experts: ExpertRows.of,
+    BlockSwiGLU: _as_it_is,
+    BlockExperts: _as_it_is,
 }
 """A class of a block's parts -> what prepares one for calls of single tokens, in place or as another part."""
 
