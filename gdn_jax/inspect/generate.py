@@ -48,6 +48,12 @@ class GenerateOptions:
     """Draw among the fewest of the likeliest tokens that have this probability together."""
     min_p: Annotated[float | None, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)] = None
     """Draw among tokens at least this many times as likely as the likeliest."""
+    drafts: Literal["none", "mtp"] = "none"
+    """mtp: the model's head for multi-token prediction guesses tokens, and one pass of the model reads the last token
+    and the guesses. The likeliest tokens stay the same, but for ties within rounding; tokens that are drawn have the
+    same probabilities. The model needs such a head, as published checkpoints of Qwen3.5 have it."""
+    num_drafts: Annotated[int, Range("1 to 32", lambda x: 1 <= x <= 32)] = 3
+    """Guesses in a pass, with --drafts."""
     seed: Annotated[int, Seed] = 0
     """Seed of the draws."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -89,6 +95,8 @@ def generate(path: Path, options: GenerateOptions) -> int:
         writer = (_open_checkpoint if is_checkpoint(path) else _open_run)(path, options)
         if options.top_k is not None and options.top_k > writer.model.config.vocab_size:
             fail("top_k", f"at most {writer.model.config.vocab_size}", options.top_k)
+        if options.drafts == "mtp" and writer.model.mtp is None:
+            fail("drafts", "none for a model without a head for multi-token prediction", options.drafts)
         _check_cache(path, writer, options)
         return _write(writer, prompt, options)
     except ValueError as error:
@@ -170,6 +178,8 @@ def _write(writer: Writer, prompt: str, options: GenerateOptions) -> int:
             temperature=options.temperature,
             stop_tokens=writer.stops,
             on_token=on_token,
+            drafts=None if options.drafts == "none" else options.drafts,
+            num_drafts=options.num_drafts,
             **draws,
         )
         show(end=True)

@@ -18,6 +18,8 @@ from gdn_jax.models.inference.program import for_decoding
 
 Choose = Callable[[Float[Array, "B T vocab"], Int[Array, "B T"]], Int[Array, "B T"]]
 """The tokens from the logits and their numbers in the new tokens of their rows."""
+Tell = Callable[[Int[Array, "B T"], Int[Array, " B"]], tuple[Int[Array, " B"], Bool[Array, ""]]]
+"""Called with new tokens and how many of each row are new: how many of them stay, and whether to stop there."""
 
 
 class Prompt(NamedTuple):
@@ -66,6 +68,7 @@ def decode_with_drafts(
     *,
     choose: Choose,
     stops: Int[Array, " n"] | None = None,
+    tell: Tell | None = None,
 ) -> tuple[Int[Array, "B num_tokens"], Rounds]:
     """The loop of `generate` with drafts of the model's head for multi-token prediction, for use under jit.
 
@@ -78,6 +81,7 @@ def decode_with_drafts(
       num_drafts: tokens that are guessed in a round.
       choose: the tokens from logits.
       stops: tokens that end a row, which repeats them; None: rows do not end.
+      tell: hears of the first token, then of those of each round; None: nobody listens.
     """
     assert model.mtp is not None
     B, k = token.shape[0], num_drafts
@@ -85,11 +89,19 @@ def decode_with_drafts(
     after = jnp.roll(prompt.tokens, -1, axis=1).at[rows, prompt.last].set(token)
     found, head = model.mtp(model.embedded(after), prompt.hidden, mask=prompt.mask, return_cache=True)
     empty = partial(jnp.full, fill_value=-1, dtype=token.dtype)
+
+    def is_stop(tokens: Array) -> Array:
+        return jnp.zeros(tokens.shape, bool) if stops is None else jnp.isin(tokens, stops)
+
+    def heard(new: Array, count: Array) -> tuple[Array, Array]:
+        return (count, jnp.asarray(False)) if tell is None else tell(new, count)
+
+    count, stopped = heard(token[:, None], jnp.ones(B, jnp.int32))
     start = _Carry(
         round=jnp.int32(0),
-        made=jnp.ones(B, jnp.int32),
+        made=count,
         token=token,
-        ended=jnp.zeros(B, bool) if stops is None else jnp.isin(token, stops),
+        ended=stopped | is_stop(token),
         newest=found[rows, prompt.last],
         cache=cache,
         head=reserve(head, num_tokens + k),
@@ -107,7 +119,10 @@ def decode_with_drafts(
         new = choose(steps.logits(hidden), carry.made[:, None] + ahead)
         right = jnp.cumprod(new[:, :k] == drafts, axis=1).sum(axis=1)
         is_over = carry.ended | (carry.made >= num_tokens)
-        count = jnp.where(is_over, 0, right + 1)
+        stop = is_stop(new)
+        until = jnp.where(stop.any(axis=1), 1 + jnp.argmax(stop, axis=1), k + 1)
+        count = jnp.where(is_over, 0, jnp.minimum(jnp.minimum(right + 1, until), num_tokens - carry.made))
+        count, stopped = heard(new, count)
         is_new = ahead < count[:, None]
         places = jnp.where(is_new, carry.made[:, None] + ahead, num_tokens)  # what is there is dropped
         found, head = model.mtp(model.embedded(new), hidden, cache=head, mask=is_new)
@@ -115,12 +130,11 @@ def decode_with_drafts(
         told = Rounds(
             jnp.where(is_over[:, None], -1, drafts), jnp.where(is_over, -1, right).astype(token.dtype)
         )
-        ends = jnp.zeros(B, bool) if stops is None else jnp.any(is_new & jnp.isin(new, stops), axis=1)
         return _Carry(
             carry.round + 1,
             carry.made + count,
             jnp.where(is_over, carry.token, new[rows, last]),
-            carry.ended | ends,
+            carry.ended | stopped | jnp.any(is_new & stop, axis=1),
             jnp.where(is_over[:, None], carry.newest, found[rows, last]),
             accept(count),
             head,
@@ -129,7 +143,8 @@ def decode_with_drafts(
         )
 
     end = jax.lax.while_loop(goes_on, a_round, start)
-    return _stopped(end.tokens, end.made, stops), end.rounds
+    last = end.tokens[rows, end.made - 1][:, None]
+    return jnp.where(jnp.arange(num_tokens) < end.made[:, None], end.tokens, last), end.rounds
 
 
 def _guessed(
@@ -178,16 +193,3 @@ def read_drafts(
         return tuple(kept)
 
     return hidden, accept
-
-
-def _stopped(
-    tokens: Int[Array, "B n"], made: Int[Array, " B"], stops: Int[Array, " m"] | None
-) -> Int[Array, "B n"]:
-    """New tokens, of which those after a stop token, or after the last one that was made, repeat it."""
-    place = jnp.arange(tokens.shape[1])
-    last = jnp.minimum(made, tokens.shape[1]) - 1
-    if stops is not None:
-        is_stop = jnp.isin(tokens, stops) & (place <= last[:, None])
-        last = jnp.where(is_stop.any(axis=1), jnp.argmax(is_stop, axis=1), last)
-    repeated = jnp.take_along_axis(tokens, last[:, None], axis=1)
-    return jnp.where(place <= last[:, None], tokens, repeated)

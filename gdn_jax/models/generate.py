@@ -72,7 +72,8 @@ def generate(
       stop_tokens: a row ends with the first of these that it draws, and repeats it to num_tokens. When all rows have
         ended the work ends too.
       on_token: called on the host with the new tokens [B] of every step while the next one is not begun; returns True
-        to stop there, and every row repeats its last token. Not under jit, nor with drafts.
+        to stop there, and every row repeats its last token. Not under jit. With drafts a pass gives several tokens,
+        which it is told one after the other; so there is one row.
       drafts: "mtp": the model's head for multi-token prediction guesses tokens, and each pass of the model reads the
         last token and the guesses. The likeliest tokens stay the same, but for ties within rounding; tokens that are
         drawn have the same probabilities, and are others than without drafts. None: there are none.
@@ -106,7 +107,12 @@ def generate(
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
     if drafts is not None:
-        _check_drafts(model, drafts, num_drafts, on_token)
+        _check_drafts(model, drafts, num_drafts)
+        if on_token is not None and prompt.shape[0] != 1:
+            raise ValueError(
+                "on_token: expected None with drafts of several rows, of which a pass gives unlike numbers of "
+                "tokens, got a function"
+            )
     structure, params = split(model)
     traced = any(isinstance(x, jax.core.Tracer) for x in (prompt, *params))
     if on_token is not None and traced:
@@ -123,17 +129,13 @@ def generate(
         return tokens if listener is None else jax.block_until_ready(tokens)
 
 
-def _check_drafts(model: LanguageModel, drafts: str, num_drafts: int, on_token: OnToken | None) -> None:
-    """Raises ValueError where a call cannot have drafts."""
+def _check_drafts(model: LanguageModel, drafts: str, num_drafts: int) -> None:
+    """Raises ValueError where a model cannot have drafts."""
     check_choice("drafts", drafts, ("mtp",))
     check_whole("num_drafts", num_drafts, 1)
     if model.mtp is None:
         raise ValueError(
             "drafts: expected None for a model without a head for multi-token prediction, got 'mtp'"
-        )
-    if on_token is not None:
-        raise ValueError(
-            "on_token: expected None with drafts, which give several tokens at once, got a function"
         )
 
 
@@ -211,6 +213,15 @@ def _tell(number, tokens) -> np.ndarray:
     return np.asarray(_LISTENERS[int(number)].hear(np.asarray(tokens)))
 
 
+def _tell_each(number, tokens, count) -> tuple[np.ndarray, np.ndarray]:
+    """Tells a listener of the first tokens [1, T] of a row; how many it has heard, and whether it wants to stop."""
+    tokens, told, stops = np.asarray(tokens), 0, False
+    while told < int(count[0]) and not stops:
+        stops = bool(_tell(number, tokens[:, told]))
+        told += 1
+    return np.array([told], np.int32), np.asarray(stops)
+
+
 @partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "num_drafts"))
 def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens, num_drafts):
     model = for_inference(structure.merge(params))
@@ -224,6 +235,10 @@ def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *
         """Whether the listener stops; the answer is waited for, so that steps are told in order."""
         return io_callback(_tell, jax.ShapeDtypeStruct((), jnp.bool_), listener, token)
 
+    def tell_each(tokens, count):
+        shapes = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+        return io_callback(_tell_each, shapes, listener, tokens, count)
+
     x, cache = model.hidden_states(prompt, mask=mask, return_cache=True)
     position = jnp.full(prompt.shape[0], prompt.shape[1] - 1)
     if mask is None:
@@ -236,8 +251,9 @@ def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *
     token = choose(model.logits(last), 0)
     if num_drafts:
         read, each = Prompt(prompt, mask, x, position), partial(_choose_each, sampling, rng, prompt.dtype)
+        heard = None if listener is None else tell_each
         return decode_with_drafts(
-            model, read, token, cache, num_tokens, num_drafts, choose=each, stops=stops
+            model, read, token, cache, num_tokens, num_drafts, choose=each, stops=stops, tell=heard
         )[0]
     heard = None if listener is None else tell
     return decode(model, token, cache, num_tokens, choose=choose, stops=stops, tell=heard)[0]

@@ -26,12 +26,12 @@ from gdn_jax.training.load import load_run
 WORDS = [f"word{i}" for i in range(64)]
 
 
-def with_tokenizer(name, to):
+def with_tokenizer(name, to, words=64):
     """A copy of a checkpoint whose token i is the word i."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
     folder = hf_checkpoints.copy(name, to)
     tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="word0")
+        tokenizers.models.WordLevel({f"word{i}": i for i in range(words)}, unk_token="word0")
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -67,6 +67,31 @@ def test_generate_writes_what_the_model_does(tmp_path, capsys):
     (folder / "tokenizer.json").write_text("{}")
     status, _, err = run(capsys, "generate", folder, "--prompt", "x")
     assert status == 1 and "tokenizer.json: expected a tokenizer, got a damaged file" in err
+
+
+@pytest.mark.slow
+def test_generate_drafts(tmp_path, capsys):
+    """The text that the model writes without drafts; a model without a head is refused."""
+    words, want = 199, hf_checkpoints.expected_of(hf_checkpoints.FOLDER.parent / "qwen3_5_mtp")
+    folder = with_tokenizer("qwen3_5_mtp", tmp_path, words)
+    prompt, text = want["generated"][0, :21], want["generated"][0, 21:]
+    argv = (
+        "generate",
+        folder,
+        "--prompt",
+        " ".join(f"word{i}" for i in prompt),
+        "--implementation",
+        "recurrent",
+    )
+    argv += ("--temperature", 0, "--tokens", len(text))
+    for options in ((), ("--drafts", "mtp"), ("--drafts", "mtp", "--num-drafts", 1)):
+        status, out, err = run(capsys, *argv, *options)
+        assert (status, err) == (0, "") and out == argv[3] + " ".join(f"word{i}" for i in text) + "\n"
+    status, _, err = run(capsys, *argv, "--drafts", "mtp", "--num-drafts", 33)
+    assert status == 1 and "--num-drafts: expected 1 to 32, got 33" in err
+    folder = with_tokenizer("qwen3_5_released", tmp_path)
+    status, _, err = run(capsys, "generate", folder, "--prompt", "word1", "--drafts", "mtp")
+    assert status == 1 and "--drafts: expected none for a model without a head" in err
 
 
 def test_generate_refuses(tmp_path, capsys):

@@ -110,6 +110,29 @@ def test_the_text_is_that_without_drafts(kind, monkeypatch):
         np.testing.assert_array_equal(generate(model, ROW, 12, num_drafts=1, **options), want)
 
 
+def test_a_listener_is_told_token_by_token(checkpoint):
+    """The tokens that are returned, a stop token the last one. Where the listener stops, inside a round too, the last
+    token is repeated."""
+    model, expected = checkpoint
+    prompt, want = expected["generated"][:1, :21], expected["generated"][0, 21:].tolist()
+
+    def run(most=None, stops=()):
+        heard: list[int] = []
+
+        def listen(token):
+            heard.append(int(token[0]))
+            return len(heard) == most
+
+        options: dict = dict(on_token=listen, stop_tokens=stops, drafts="mtp", num_drafts=3)
+        return heard, np.asarray(generate(model, jax.device_put(prompt), len(want), **options))[0].tolist()
+
+    assert run() == (want, want) and expected["spec_accepted"][0].max() > 1
+    stop, end = want[9], want.index(want[9]) + 1
+    assert run(stops=(stop,)) == (want[:end], want[:end] + [stop] * (len(want) - end))
+    for most in (1, 2, 3, 4, 5):
+        assert run(most) == (want[:most], want[:most] + want[most - 1 : most] * (len(want) - most))
+
+
 def test_drawn_tokens_have_the_probabilities_of_the_model():
     """Three tokens after one prompt, in 4096 rows: how often each of 125 triples comes, by a test of chi squared."""
     model, N, V = made(dataclasses.replace(CONFIG, vocab_size=5)), 4096, 5
@@ -137,7 +160,7 @@ def test_what_cannot_be():
         (plain, dict(drafts="mtp"), "drafts: expected None for a model without a head"),
         (plain, dict(drafts="ngram"), "drafts: expected one of"),
         (own, dict(drafts="mtp", num_drafts=0), "num_drafts"),
-        (own, dict(drafts="mtp", on_token=print), "on_token: expected None with drafts"),
+        (own, dict(drafts="mtp", on_token=print), "on_token: expected None with drafts of several rows"),
     ):
         with pytest.raises(ValueError, match=said):
             generate(model, ROW, 2, **options)
