@@ -15,11 +15,22 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.models.attention import FixedAttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
 from gdn_jax.models.inference.program import for_decoding
+from gdn_jax.shapes import check_choice, check_whole
 
 Choose = Callable[[Float[Array, "B T vocab"], Int[Array, "B T"]], Int[Array, "B T"]]
 """The tokens from the logits and their numbers in the new tokens of their rows."""
 Tell = Callable[[Int[Array, "B T"], Int[Array, " B"]], tuple[Int[Array, " B"], Bool[Array, ""]]]
 """Called with new tokens and how many of each row are new: how many of them stay, and whether to stop there."""
+
+
+def check_drafts(model: LanguageModel, drafts: str, num_drafts: int) -> None:
+    """Raises ValueError where a model cannot have drafts."""
+    check_choice("drafts", drafts, ("mtp",))
+    check_whole("num_drafts", num_drafts, 1)
+    if model.mtp is None:
+        raise ValueError(
+            "drafts: expected None for a model without a head for multi-token prediction, got 'mtp'"
+        )
 
 
 class Prompt(NamedTuple):

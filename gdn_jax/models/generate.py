@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.drafts import Prompt, decode_with_drafts
+from gdn_jax.models.drafts import Prompt, check_drafts, decode_with_drafts
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.models.structure import split
 from gdn_jax.serving.arguments import check_values
-from gdn_jax.shapes import check_array, check_choice, check_integer, check_whole
+from gdn_jax.shapes import check_array, check_integer, check_whole
 
 MIN_LENGTH = 16
 """Prompts are padded to at least this length: a pass over so few tokens costs little, a compilation seconds."""
@@ -107,7 +107,7 @@ def generate(
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
     if drafts is not None:
-        _check_drafts(model, drafts, num_drafts)
+        check_drafts(model, drafts, num_drafts)
         if on_token is not None and prompt.shape[0] != 1:
             raise ValueError(
                 "on_token: expected None with drafts of several rows, of which a pass gives unlike numbers of "
@@ -127,16 +127,6 @@ def generate(
         arguments = params, prompt, mask, key, sampling, stops, listener
         tokens = _generate(structure, *arguments, num_tokens=num_tokens, num_drafts=guesses)
         return tokens if listener is None else jax.block_until_ready(tokens)
-
-
-def _check_drafts(model: LanguageModel, drafts: str, num_drafts: int) -> None:
-    """Raises ValueError where a model cannot have drafts."""
-    check_choice("drafts", drafts, ("mtp",))
-    check_whole("num_drafts", num_drafts, 1)
-    if model.mtp is None:
-        raise ValueError(
-            "drafts: expected None for a model without a head for multi-token prediction, got 'mtp'"
-        )
 
 
 def _check_tokens(prompt, mask, vocab_size: int) -> None:

@@ -1,6 +1,5 @@
 """A language model over pools of what its layers remember, as `serving.Server` takes it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.models.config import ModelConfig
-from gdn_jax.models.decoder import Around, LanguageModel
+from gdn_jax.models.decoder import LanguageModel
+from gdn_jax.models.drafts import check_drafts
 from gdn_jax.models.inference.program import for_inference
-from gdn_jax.models.served_layers import LayerPools, kind_of
+from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
+from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import split
+from gdn_jax.serving.batching import Chain
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole
 
@@ -33,13 +35,31 @@ class ServedModel:
     Args:
       model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token.
       batch_invariant: of `serving.decode` and `serving.prefill`.
+      drafts: "mtp": the model's head for multi-token prediction guesses tokens, and `decode` reads them with the
+        newest token of each request: it gives a `serving.Chain`. The tokens are the same, but for ties within
+        rounding. None: there are none.
+      num_drafts: guesses in a step, 1 or more.
 
     Raises:
       NotImplementedError: a mixer is another one.
+      ValueError: the model has no head, or there are no such drafts.
     """
 
-    def __init__(self, model: LanguageModel, *, batch_invariant: bool = False):
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        batch_invariant: bool = False,
+        drafts: str | None = None,
+        num_drafts: int = 3,
+    ):
         self._mixers = [block.mixer for block in model.blocks]
+        self._drafts: Any = NoDrafts()
+        self._chain = 1
+        if drafts is not None:
+            check_drafts(model, drafts, num_drafts)
+            self._drafts = HeadDrafts(model, num_drafts, Attending(batch_invariant))
+            self._chain = 1 + num_drafts
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
         self._structure, self.params = split(for_inference(model))
 
@@ -50,21 +70,22 @@ class ServedModel:
         dtype: DTypeLike = jnp.float32,
         ring: int | None = None,
         capacity: int | None = None,
-    ) -> tuple:
-        """Empty pools of every layer.
+    ) -> Any:
+        """Empty pools of every layer, and of the drafts.
 
         Args:
           slots: requests that they have room for.
           dtype: of the recurrent states; with rings also int8 or float8_e4m3fn, see `serving.make_byte_states`.
           ring: length of the rings for deferred writes; None for none.
-          capacity: tokens of a request at most, with its drafts; a model with attention keeps them all.
+          capacity: tokens of a request at most, with its drafts; a model with attention keeps them all. A `Server`
+            needs room for the drafts of two steps.
 
         Raises:
-          ValueError: a number does not fit; the model has attention, and there is no capacity; or states cannot have
-            the dtype.
+          ValueError: a number does not fit; the model has attention, and there is no capacity; a ring is too short
+            for the drafts; or states cannot have the dtype.
         """
         check_whole("slots", slots, 1)
-        for name, number, least in (("ring", ring, 1), ("capacity", capacity, 0)):
+        for name, number, least in (("ring", ring, self._chain), ("capacity", capacity, 0)):
             if number is not None:
                 check_whole(name, number, least)
         try:
@@ -72,7 +93,8 @@ class ServedModel:
         except TypeError:
             raise ValueError(f"dtype: expected a dtype of states, got {dtype!r}") from None
         layers = zip(self._kinds, self._mixers, strict=True)
-        return tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
+        pools = tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
+        return self._drafts.make_pools(pools, slots, capacity)
 
     def prefill(
         self,
@@ -81,8 +103,8 @@ class ServedModel:
         cu_seqlens: Indices,
         slots: Indices,
         has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
-        pools: tuple,
-    ) -> tuple[Int[Array, " N"], tuple]:
+        pools: Any,
+    ) -> tuple[Int[Array, " N"], Any]:
         """Pieces of prompts, packed in one row: the likeliest token after each, and the pools.
 
         Args:
@@ -93,17 +115,21 @@ class ServedModel:
           has_initial_state: False where the slot holds nothing of the request yet.
           pools: of `make_pools`, or of the call before.
         """
+        model, layers = self._structure.merge(params), self._drafts.layers(pools)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
-            return self._kinds[i].prefill(mixer, x, pools[i], cu_seqlens, slots, has_initial_state)
+            return self._kinds[i].prefill(mixer, x, layers[i], cu_seqlens, slots, has_initial_state)
 
         ends = jnp.asarray(cu_seqlens, jnp.int32)[1:]  # wide: what is less than 0 wraps in unsigned numbers
-        return self._run(params, tokens, mix, lambda x: x[0, jnp.maximum(ends - 1, 0)])
+        x, after = model.hidden_states(tokens, around=mix, return_cache=True)
+        new = _likeliest(model.logits(x[0, jnp.maximum(ends - 1, 0)]))
+        pieces = Pieces(tokens, x, cu_seqlens, slots, has_initial_state)
+        return new, self._drafts.after_prompts(model, pieces, after or (), pools)
 
     def decode(
-        self, params: Any, tokens: Int[Array, " B"], slots: Indices, pools: tuple
-    ) -> tuple[Int[Array, " B"], tuple]:
-        """One token of every request: the likeliest next ones, and the pools.
+        self, params: Any, tokens: Int[Array, " B"], slots: Indices, pools: Any
+    ) -> tuple[Int[Array, " B"] | Chain, Any]:
+        """One token of every request, or with drafts several: the likeliest next ones, and the pools.
 
         Args:
           params: `self.params`.
@@ -111,11 +137,19 @@ class ServedModel:
           slots: of the requests; -1 for none.
           pools: of the call before.
         """
+        model = self._structure.merge(params)
+        drafts, pools = self._drafts.guess(model, tokens, slots, pools)
+        layers = self._drafts.layers(pools)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
-            return self._kinds[i].decode(mixer, x, pools[i], slots)
+            return chain(self._kinds[i], mixer, x, layers[i], slots)
 
-        return self._run(params, tokens[:, None], mix, lambda x: x[:, 0])
+        read = jnp.concatenate([tokens[:, None], drafts], axis=1)
+        x, accepts = model.hidden_states(read, around=mix, return_cache=True)
+        new = _likeliest(model.logits(x.reshape(-1, x.shape[-1]))).reshape(read.shape)
+        count = 1 + jnp.cumprod(new[:, :-1] == drafts, axis=1).sum(axis=1)
+        layers = tuple(accept(count) for accept in accepts or ())
+        return self._drafts.after_step(model, Chain(new, count), x, slots, layers, pools)
 
     def verify(
         self,
@@ -135,22 +169,20 @@ class ServedModel:
           num_accepted_tokens: [N], of the call before.
           pools: of the call before.
         """
+        model = self._structure.merge(params)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
 
-        return self._run(params, tokens, mix, lambda x: x)
+        x, after = model.hidden_states(tokens, around=mix, return_cache=True)
+        return _likeliest(model.logits(x)), after or ()
 
-    def _run(
-        self, params: Any, tokens: Int[Array, "B T"], mix: Around, pick: Callable[[Array], Array]
-    ) -> tuple[Int[Array, "..."], tuple]:
-        """The likeliest tokens after those that `pick` picks from all hidden states, and the pools."""
-        model = self._structure.merge(params)
-        x, new = model.hidden_states(tokens, around=mix, return_cache=True)
-        logits = model.logits(pick(x))
-        likeliest = jnp.argmax(logits, -1).astype(jnp.int32)  # of NaN, where there is one
-        is_number = ~jnp.isnan(jnp.max(logits, -1))
-        return jnp.where(is_number, likeliest, -1), new or ()
+
+def _likeliest(logits: Float[Array, "*S vocab"]) -> Int[Array, "*S"]:
+    """The likeliest tokens, -1 where logits are NaN."""
+    likeliest = jnp.argmax(logits, -1).astype(jnp.int32)  # of NaN, where there is one
+    is_number = ~jnp.isnan(jnp.max(logits, -1))
+    return jnp.where(is_number, likeliest, -1)
 
 
 def slot_bytes(

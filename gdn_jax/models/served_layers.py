@@ -1,6 +1,6 @@
 """The layers of a served model over pools: what a slot holds of a request, and the three calls of `ServedModel`.
 
-A kind of layers is an object with the same four methods. The arguments of the calls are those of `ServedModel`.
+A kind of layers is an object with the same five methods. The arguments of the calls are those of `ServedModel`.
 """
 
 from functools import partial
@@ -19,9 +19,10 @@ from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
 from gdn_jax.serving.byte_states import of_dtype
 from gdn_jax.serving.call import At, Spans
+from gdn_jax.serving.pools import Accept, Verify
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.states import StatePool
-from gdn_jax.serving.step import draft_slots
+from gdn_jax.serving.step import draft_slots, on_trial
 from gdn_jax.shapes import check_whole
 
 
@@ -118,22 +119,47 @@ class Recurrent:
         num_accepted_tokens: Indices,
     ) -> tuple[Float[Array, "N T D"], LayerPools]:
         """The last token and drafts of every request."""
-        spans = dict(num_accepted_tokens=num_accepted_tokens)
-        qkv, conv = serving.causal_conv1d_verify(
-            mixer.project_qkv(x), pool.conv, *mixer.filters(), state_slots=state_slots, **spans
-        )
-        a, b, w = mixer.raw_gates(x)
-        o, state = serving.verify(
-            *_heads(mixer, qkv),
-            a,
-            b,
-            pool.state,
-            w=w,
-            state_slots=draft_slots(pool.state, state_slots),
-            **self._options(mixer),
-            **spans,
-        )
+        qkv, conv = self._window(mixer, x)(pool.conv, state_slots, num_accepted_tokens)
+        slots = draft_slots(pool.state, state_slots)
+        o, state = self._rule(mixer, x, qkv)(pool.state, slots, num_accepted_tokens)
         return mixer.rule_output(o, x), LayerPools(conv, state)
+
+    def drafts(
+        self, mixer: RecurrentMixer, x: Float[Array, "N T D"], pool: LayerPools, slots: Indices
+    ) -> tuple[Float[Array, "N T D"], Accept]:
+        """See `chain`."""
+        T = x.shape[1]
+        qkv, accept_window = on_trial(self._window(mixer, x), pool.conv, slots, T)
+        o, accept_state = on_trial(self._rule(mixer, x, qkv), pool.state, slots, T)
+        return mixer.rule_output(o, x), lambda count: LayerPools(accept_window(count), accept_state(count))
+
+    def _window(self, mixer: RecurrentMixer, x: Float[Array, "N T D"]) -> Verify:
+        """The convolution of tokens and their drafts."""
+        qkv = mixer.project_qkv(x)
+
+        def run(conv: Array, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
+            spans = dict(state_slots=state_slots, num_accepted_tokens=num_accepted_tokens)
+            return serving.causal_conv1d_verify(qkv, conv, *mixer.filters(), **spans)
+
+        return run
+
+    def _rule(self, mixer: RecurrentMixer, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
+        """The rule of tokens and their drafts, after the convolution."""
+        a, b, w = mixer.raw_gates(x)
+
+        def run(state: Any, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
+            return serving.verify(
+                *_heads(mixer, qkv),
+                a,
+                b,
+                state,
+                w=w,
+                state_slots=state_slots,
+                num_accepted_tokens=num_accepted_tokens,
+                **self._options(mixer),
+            )
+
+        return run
 
     def _options(self, mixer: RecurrentMixer) -> dict[str, Any]:
         """Options of a layer that `serving.decode` and `serving.verify` have in common."""
@@ -235,6 +261,21 @@ class Attending:
         length = pool_slots.put(pool.length, after, positions + 1)
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)
 
+    def drafts(
+        self, mixer: Attention, x: Float[Array, "N T D"], pool: FixedAttentionCache, slots: Indices
+    ) -> tuple[Float[Array, "N T D"], Accept]:
+        """See `chain`."""
+        N, T = x.shape[:2]
+        first = jnp.concatenate([slots[:, None], jnp.full((N, T - 1), -1, slots.dtype)], axis=1)
+        o, pool = self.verify(mixer, x, pool, first, jnp.ones(N, jnp.int32))
+
+        def accept(count: Array) -> FixedAttentionCache:
+            at = Address.of(slots, pool.length)
+            after_one = pool_slots.take(pool.length, at)
+            return pool._replace(length=pool_slots.put(pool.length, at, after_one - 1 + count))
+
+        return o, accept
+
     def _attend(self, mixer, q, pool, at, positions, lengths):
         """Returns what queries [N, T] of tokens at these positions see of the first keys in their requests' slots."""
         S = pool.capacity
@@ -247,6 +288,22 @@ class Attending:
             o = mixer.some_queries(q, AttentionCache(k, v, lengths), positions)
         o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
         return jnp.where(at.is_slot[:, None, None, None], o, 0)
+
+
+def chain(
+    kind: "Recurrent | Attending", mixer: Any, x: Float[Array, "N T D"], pool: Any, slots: Indices
+) -> tuple[Float[Array, "N T D"], Accept]:
+    """A token and its drafts of every request, each with one slot: the outputs, and the pool by how many stay.
+
+    Without drafts it is `decode`.
+
+    Returns:
+      The outputs, and accept(count): the pool after the first `count` [N] tokens of each request, 1 or more.
+    """
+    if x.shape[1] > 1:
+        return kind.drafts(mixer, x, pool, slots)
+    o, pool = kind.decode(mixer, x, pool, slots)
+    return o, lambda count: pool
 
 
 def _check_pieces(capacity: int, size: int, cu_seqlens, slots) -> None:

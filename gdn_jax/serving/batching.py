@@ -26,10 +26,41 @@ from gdn_jax.shapes import check_whole
 Prefill = Callable[..., tuple[jax.Array, Any]]
 """(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
 Decode = Callable[..., tuple[jax.Array, Any]]
-"""(params, tokens [B], slots [B], pools) -> next tokens [B], pools."""
+"""(params, tokens [B], slots [B], pools) -> next tokens [B], or a `Chain` of them, pools."""
 
 TOKENS = 2**31
 """Tokens that int32 tells apart."""
+
+
+class Chain(NamedTuple):
+    """New tokens of requests, of which a step gives several. A pytree.
+
+    Fields:
+      tokens: [B, T] integers.
+      count: [B], 1 to T: the first so many of a request's tokens are new ones.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, name: str, new: Any, size: int, letter: str) -> "Chain":
+        """Tokens of `size` requests that a function of that name gave: one each, or a chain of them.
+
+        Raises:
+          ValueError: they are no integers, or of another shape.
+        """
+        if not isinstance(new, cls):
+            check_integers(f"{name}'s tokens", new, (size,), letter)
+            return cls(new[:, None], jnp.ones(size, jnp.int32))
+        check_integers(f"{name}'s tokens", new.tokens, (size, None), f"{letter}, T")
+        check_integers(f"{name}'s count", new.count, (size,), letter)
+        return new
+
+    @property
+    def newest(self) -> jax.Array:
+        """The last new token of each request [B]."""
+        return jnp.take_along_axis(self.tokens, self.count[:, None] - 1, axis=1)[:, 0]
 
 
 class QueueFull(RuntimeError):
@@ -52,7 +83,7 @@ class _Request:
     seen: int = 0
     """Tokens of the prompt that a program was given."""
     made: int = 0
-    """New tokens that a program was started for."""
+    """New tokens that have been read, and one for each program whose tokens have not."""
     tokens: list[int] = field(default_factory=list)
     """New tokens that have been read."""
     slot: int | None = None
@@ -62,13 +93,14 @@ class _Request:
 
 
 class Server:
-    """A loop over requests, of which each call of `step` gives every running one a token.
+    """A loop over requests, of which each call of `step` gives every running one a token, or a `Chain` of them.
 
     Args:
       prefill, decode: a model; pure functions, which are compiled once. -1 among the slots is padding.
       params: the model's parameters, the functions' first argument.
       pools: the model's pools, a pytree of arrays [slots, ...]. They are donated: the server owns them from now on. A
-        node of the tree may have a `capacity`, the tokens that a slot has room for, as the pools of attention have.
+        node of the tree may have a `capacity`, the tokens that a slot has room for, as the pools of attention have;
+        a model of chains has room for two more chains but for their first tokens, since the server reads late.
       max_batch: requests that run at once, at most as many as there are slots.
       max_waiting: requests that may wait.
       prefill_tokens: tokens of prompts in a step, at least 64. Longer prompts come in pieces, which end on multiples
@@ -111,7 +143,7 @@ class Server:
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
-        self._unread: deque[tuple[jax.Array, list[_Request | None]]] = deque()
+        self._unread: deque[tuple[Chain, list[_Request | None]]] = deque()
         self._finished: dict[int, np.ndarray] = {}
         self._number = 0
         self.prefixes = Prefixes(prefix_stride, prefix_bytes)
@@ -288,27 +320,30 @@ class Server:
             new, self._state = _run_decode(self._decode, self._state, self._params, _indices(slots))
             self._count(new, owners)
 
-    def _count(self, new: jax.Array, owners: list[_Request | None]) -> None:
+    def _count(self, new: Chain, owners: list[_Request | None]) -> None:
         self._unread.append((new, owners))
         for request in filter(None, owners):
             request.made += 1
             if request.made == request.num_tokens:
                 self._release(request)
 
-    def _read(self, new: jax.Array, owners: list[_Request | None]) -> None:
+    def _read(self, new: Chain, owners: list[_Request | None]) -> None:
         began = time.perf_counter()
-        values = np.asarray(new)
+        values, counts = np.asarray(new.tokens), np.asarray(new.count)
         self.waited += time.perf_counter() - began
-        for token, request in zip(values.tolist(), owners, strict=False):
+        for tokens, count, request in zip(values.tolist(), counts.tolist(), owners, strict=False):
             if request is None or request.is_done:
                 continue
-            request.tokens.append(token)
-            self.read.setdefault(request.number, []).append(token)
-            if token == request.stop_token or len(request.tokens) == request.num_tokens:
-                request.is_done = True
-                self._finished[request.number] = np.array(request.tokens)
-                if request.slot is not None:
-                    self._release(request)
+            request.made += count - 1
+            for token in tokens[:count]:
+                request.tokens.append(token)
+                self.read.setdefault(request.number, []).append(token)
+                if token == request.stop_token or len(request.tokens) == request.num_tokens:
+                    request.is_done = True
+                    self._finished[request.number] = np.array(request.tokens)
+                    break
+            if request.slot is not None and (request.is_done or request.made >= request.num_tokens):
+                self._release(request)
 
 
 def _indices(values: Any) -> np.ndarray:
@@ -331,13 +366,13 @@ def _run_prefill(
 ):
     """Only prompts that end in this step have a newest token."""
     new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools)
-    check_integers("prefill's tokens", new, slots.shape, "N")
-    return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new))
+    new = Chain.of("prefill", new, len(slots), "N")
+    return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new.newest))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _run_decode(decode: Decode, state: _State, params, slots):
     at = Address.of(slots, state.newest)
     new, pools = decode(params, take(state.newest, at), slots, state.pools)
-    check_integers("decode's tokens", new, slots.shape, "B")
-    return new, _State(pools, put(state.newest, at, new))
+    new = Chain.of("decode", new, len(slots), "B")
+    return new, _State(pools, put(state.newest, at, new.newest))

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from gdn_jax.serving import kernels, slots
+from gdn_jax.serving import kernels, shards, slots
 from gdn_jax.serving.call import At, Call, Spans
 from gdn_jax.serving.deferred import Entry
-from gdn_jax.serving.pools import Pool, outputs
+from gdn_jax.serving.pools import Accept, Pool, Verify, outputs
 from gdn_jax.serving.ring_arrays import RingPool, append, check_ring, drop, put_counts, put_parents
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.states import opened
@@ -134,6 +134,16 @@ class DeferredPool(Pool, of=RingPool):
         added = T if num_tokens is None else num_tokens.astype(jnp.int32)
         ring = put_counts(ring, at, entry.count + added, entry.count)
         return outputs(out.o, spans.is_token(T) & at.is_slot[:, None], raw), self.holding(ring)
+
+    def on_trial(self, run: Verify, at: Any, T: int) -> tuple[Array, Accept]:
+        """See `step.on_trial`: the tokens are appended to the rings, and those not accepted are dropped."""
+        o, arrays = run(self.arrays, at, jnp.ones(at.shape, jnp.int32))
+
+        def accept(count: Array) -> Any:
+            rings = self.holding(arrays)
+            return shards.change((DeferredPool.accept,), rings.axes, rings, Spans(at, count)).arrays
+
+        return o, accept
 
     def accept(self, spans: Spans) -> Any:
         """The pool without the tokens of the last call that were not accepted."""

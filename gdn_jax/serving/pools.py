@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.rule import packing
 from gdn_jax.serving import slots
@@ -29,6 +29,11 @@ GRID = 64
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 """Names of the implementations of decode and verify, fastest first."""
+
+Verify = Callable[[Any, Any, Any], tuple[Array, Any]]
+"""(arrays, state_slots, num_accepted_tokens) -> outputs [N, T, ...], arrays: a call of `verify` of some tokens."""
+Accept = Callable[[Int[Array, " N"]], Any]
+"""Arrays after the first of the tokens of each request, 1 or more."""
 
 KINDS: dict[type, type["Pool"]] = {}
 """Kinds of pools by the type of the arrays that they stand for; any others are a `states.StatePool`."""
@@ -200,6 +205,20 @@ class Pool:
         o, states = self.advance(call, raw, self.take(start), spans)
         is_token = spans.is_token(raw[0].shape[1]) & start.is_slot[:, None]
         return outputs(o, is_token, raw), self.put(after, states)
+
+    def on_trial(self, run: Verify, at: Any, T: int) -> tuple[Array, Accept]:
+        """See `step.on_trial`: the tokens are read on copies, and what is accepted is read once more."""
+        N, ones = at.shape[0], jnp.ones(at.shape, jnp.int32)
+        address = self.address(at, None)
+
+        def only(slots_of: Array, count: Array) -> tuple[Array, Array]:
+            """The state after the first `count` tokens goes where they start, the others nowhere."""
+            return jnp.where(jnp.arange(T) == count[:, None] - 1, slots_of[:, None], -1), count
+
+        rows = jnp.where(address.is_slot, jnp.arange(N, dtype=jnp.int32), -1)
+        o, _ = run(slots.take(self.arrays, address), *only(rows, ones))
+        whole = jnp.where(address.is_slot, address.slot, -1)
+        return o, lambda count: run(self.arrays, *only(whole, count))[1]
 
     def advance(self, call: Call, raw: Any, states: Array, spans: Spans | None) -> tuple[Array, Array]:
         """Outputs of a token of every request and the states after it, or with spans those of each token."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.pools import Pool
+from gdn_jax.serving.pools import Accept, Pool, Verify
 from gdn_jax.serving.ring_arrays import Arrays
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import opened
@@ -213,6 +213,21 @@ def verify(
 def draft_slots(arrays: Arrays, state_slots: Indices) -> Indices:
     """The slots [N, T] of a step's drafts as `verify` takes them for a pool: [N] where a request has one slot."""
     return state_slots if opened(arrays, STATE_LAYOUTS[0]).slot_per_token else state_slots[:, 0]
+
+
+def on_trial(run: Verify, arrays: Arrays, slots: Indices, T: int) -> tuple[Array, Accept]:
+    """Tokens of which the caller accepts some within the same program.
+
+    Args:
+      run: the call of `verify` of these tokens.
+      arrays: a pool with a state of each request, in one slot.
+      slots: of the requests [N]; -1 is padding.
+      T: tokens of a request.
+
+    Returns:
+      The outputs of `run`, and accept(count): the arrays after the first `count` [N] tokens, again in one slot.
+    """
+    return opened(arrays, STATE_LAYOUTS[0]).on_trial(run, slots, T)
 
 
 def _checked(letters: str, call: Call, raw: Raw, pool: Pool, where: At | Spans) -> tuple[Call, Pool]:

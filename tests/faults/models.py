@@ -77,9 +77,33 @@ FAULTS = (
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
-        "            **self._options(mixer),\n            **spans,\n",
-        '            **self._options(mixer) | {"allow_neg_eigval": False},\n            **spans,\n',
+        "                **self._options(mixer),\n",
+        '                **self._options(mixer) | {"allow_neg_eigval": False},\n',
         "tests/serving/test_serving_batching.py::test_speculative_decoding",
+    ),
+    Fault(
+        "a served head makes a pair of a piece's first token with nothing",
+        "jnp.where(is_first, take(pools.hidden, at)[piece], hidden[token - 1])",
+        "hidden[token - 1]",
+        "tests/models/test_served_drafts.py::test_rounds_are_those_of_transformers",
+    ),
+    Fault(
+        "a served head keeps the pairs of drafts",
+        "pairs = pairs._replace(length=lengths[0])",
+        "pairs = pairs._replace(length=lengths[-1])",
+        "tests/models/test_served_drafts.py::test_rounds_are_those_of_transformers",
+    ),
+    Fault(
+        "drafts of a served model that are wrong stay in its recurrent layers",
+        "return o, lambda count: run(self.arrays, *only(whole, count))[1]",
+        "return o, lambda count: run(self.arrays, *only(whole, jnp.full_like(count, T)))[1]",
+        "tests/models/test_served_drafts.py::test_every_request_gets_what_generate_gives",
+    ),
+    Fault(
+        "a server counts one token of a chain",
+        "request.made += count - 1",
+        "request.made += 0",
+        "tests/models/test_served_drafts.py::test_a_request_fills_its_slot",
     ),
     Fault(
         "layers with experts are counted from 0",
@@ -279,8 +303,8 @@ FAULTS = (
     ),
     Fault(
         "a token that has no room is the first one",
-        "return jnp.where(is_number, likeliest, -1), new or ()",
-        "return likeliest, new or ()",
+        "return jnp.where(is_number, likeliest, -1)",
+        "return likeliest",
         "tests/serving/test_served_attention.py::test_tokens_beyond_the_capacity_are_none",
     ),
     Fault(

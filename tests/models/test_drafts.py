@@ -44,14 +44,14 @@ def checkpoint(request):
     return load_hf(folder, implementation="recurrent"), hf_checkpoints.expected_of(folder)
 
 
-def with_head(config):
-    model = LanguageModel(config, rngs=nnx.Rngs(0))
-    model.mtp = nnx.data(MTPHead(config, rngs=nnx.Rngs(1)))
+def with_head(config, seed=0):
+    model = LanguageModel(config, rngs=nnx.Rngs(seed))
+    model.mtp = nnx.data(MTPHead(config, rngs=nnx.Rngs(seed + 1)))
     return model
 
 
-def made(config=CONFIG):
-    return nnx.jit(lambda: with_head(config))()
+def made(config=CONFIG, seed=0):
+    return nnx.jit(lambda: with_head(config, seed))()
 
 
 def test_rounds_are_those_of_transformers(checkpoint):

@@ -114,7 +114,7 @@ CHECKS_NOTHING = {
         "gated_linear_attention",
         "softmax_attention",
     },
-    "gdn_jax.serving": {"ByteStates", "RingPool", "QueueFull"},
+    "gdn_jax.serving": {"ByteStates", "Chain", "RingPool", "QueueFull"},
     "gdn_jax.parallel.mesh": {"ShardAxes", "axes_set", "dividing"},
     "gdn_jax.parallel.sharding": {"parameter_specs", "state_shardings", "batch_sharding"},
     "gdn_jax.parallel.context": {"by_states"},
