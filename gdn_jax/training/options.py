@@ -15,13 +15,15 @@ from gdn_jax.layers.table import TOKEN_MIXERS
 from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
 from gdn_jax.rules import RULES
 from gdn_jax.shapes import ArgumentError
+from gdn_jax.training.optimizers import OPTIMIZERS
 from gdn_jax.training.tasks.options import TaskOptions
 from gdn_jax.training.tasks.table import CLASSES
 from gdn_jax.training.tasks.task import Task
 
 if TYPE_CHECKING:
-    Implementation = RuleName = MixerName = str
+    Implementation = RuleName = MixerName = OptimizerName = str
 else:  # for the command line
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
     Implementation = Literal["auto", *IMPLEMENTATIONS]
     RuleName, MixerName = Literal[tuple(RULES)], Literal[tuple(TOKEN_MIXERS)]
 Form = Literal["gated_delta_net", "hybrid", "hybrid_control", "transformer"]
@@ -219,8 +221,11 @@ class ModelOptions(SizeOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
-    """AdamW with a linear warm-up and a cosine decay, whatever the learning rate."""
+    """An optimiser with a linear warm-up and a cosine decay, whatever the learning rate."""
 
+    optimizer: Annotated[OptimizerName, Later] = "adamw"
+    """muon: the matrices of all layers have orthogonal updates, as large as those of AdamW, which all else has; its
+    learning rates are those of AdamW. It needs one device, and all weights trained."""
     end_lr: Annotated[float, Fraction] = 0.02
     """Learning rate of the last step over the peak."""
     warmup: Annotated[float, Fraction] = 0.05
@@ -281,10 +286,13 @@ def check(options: TrainOptions) -> None:
         fail("init_from", "none with --resume, which has weights of its own", run.init_from)
     if run.batch_size % run.accumulate:
         fail("accumulate", f"a divisor of --batch-size {run.batch_size}", run.accumulate)
+    pretrained, optimizer = options.task.pretrained(), options.optimizer.optimizer
+    if optimizer == "muon" and (run.mesh or (pretrained is not None and pretrained.lora_rank is not None)):
+        fail("optimizer", "adamw with --mesh or --lora-rank", optimizer)
     options.model.check()
     options.task.check()
     options.task.check_rule(RULES[options.model.rule])
-    if options.task.pretrained() is not None:
+    if pretrained is not None:
         given, default = vars(options.model), vars(ModelOptions())
         for name in default:
             if name not in OF_A_CHECKPOINT and given[name] != default[name]:

@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Int, PyTree
 from gdn_jax import models
 from gdn_jax.commands.errors import RunError
 from gdn_jax.hf.load import load_hf
-from gdn_jax.layers import RecurrentMixer, blocks
+from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.models.mtp import MTPHead
 from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.parts.products import counting
+from gdn_jax.training.optimizers import OPTIMIZERS
 from gdn_jax.training.options import ModelOptions, ScheduleOptions
 from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.options import TaskOptions
@@ -169,20 +170,12 @@ def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> op
 
 
 def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
-    """Makes AdamW behind a clip of the global norm. What `weight_decay_mask` marks False does not decay.
+    """Makes the options' optimiser after a clip of the global norm.
 
     The learning rate may be traced: runs that differ in it alone share their compiled step.
     """
-    return optax.chain(
-        clip_by_global_norm(options.clip),
-        optax.adamw(
-            make_schedule(options, steps, lr),
-            b1=0.9,
-            b2=0.95,
-            weight_decay=options.weight_decay,
-            mask=blocks.weight_decay_mask,
-        ),
-    )
+    make, schedule = OPTIMIZERS[options.optimizer], make_schedule(options, steps, lr)
+    return optax.chain(clip_by_global_norm(options.clip), make(schedule, options.weight_decay))
 
 
 def clip_by_global_norm(most: float) -> optax.GradientTransformation:

@@ -48,9 +48,15 @@ FAULTS = (
     ),
     Fault(
         "gradients are not clipped",
-        "        clip_by_global_norm(options.clip),\n",
-        "",
+        "optax.chain(clip_by_global_norm(options.clip), ",
+        "optax.chain(",
         "tests/training/test_experiments.py::test_gradients_are_clipped",
+    ),
+    Fault(
+        "Muon makes two matrices of one array orthogonal together",
+        '"down": 1, "gate_up": 2}',
+        '"down": 1, "gate_up": 1}',
+        "tests/training/test_optimizers.py::test_muon_makes_each_matrix_orthogonal",
     ),
     Fault(
         "files are written in place",
@@ -66,8 +72,8 @@ FAULTS = (
     ),
     Fault(
         "the second moment has another memory",
-        "            b2=0.95,\n",
-        "            b2=0.999,\n",
+        "b1=0.9, b2=0.95, **options",
+        "b1=0.9, b2=0.999, **options",
         "tests/training/test_experiments.py::test_constants_of_the_optimizer",
     ),
     Fault(

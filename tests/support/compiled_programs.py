@@ -48,6 +48,7 @@ MORE: dict[str, int] = {
     "test_kernels_channels.py": 120,
     "test_kernels_channels_backward.py": 260,
     "test_kernels_conv_update.py": 200,
+    "test_optimizers.py": 110,
     "test_kernels_decode.py": 550,
     "test_kernels_eight_bits.py": 780,
     "test_kernels_prefill.py": 200,
