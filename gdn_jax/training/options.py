@@ -16,13 +16,15 @@ from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
 from gdn_jax.rules import RULES
 from gdn_jax.shapes import ArgumentError
 from gdn_jax.training.optimizers import OPTIMIZERS
+from gdn_jax.training.starts import STARTS
 from gdn_jax.training.tasks.options import TaskOptions
 from gdn_jax.training.tasks.table import CLASSES
 from gdn_jax.training.tasks.task import Task
 
 if TYPE_CHECKING:
-    Implementation = RuleName = MixerName = OptimizerName = str
+    Implementation = RuleName = MixerName = OptimizerName = StartName = str
 else:  # for the command line
+    StartName = Literal[tuple(STARTS)]
     OptimizerName = Literal[tuple(OPTIMIZERS)]
     Implementation = Literal["auto", *IMPLEMENTATIONS]
     RuleName, MixerName = Literal[tuple(RULES)], Literal[tuple(TOKEN_MIXERS)]
@@ -51,6 +53,9 @@ class RunOptions:
     """Sequences of one optimiser step."""
     accumulate: Annotated[int, Positive] = 1
     """Pieces the batch is cut into to save memory; the gradient is that of the whole batch."""
+    start: Annotated[StartName, Later] = "empty"
+    """Start of the recurrent states of a batch's rows, in training alone. passed: the states after the row before,
+    through which no gradient goes, so that a model learns to read on after more tokens than a row has."""
     log_every: Annotated[int, Positive] = 20
     """Steps between two lines of metrics.jsonl."""
     eval_every: Annotated[int, Positive] = 200
@@ -289,6 +294,11 @@ def check(options: TrainOptions) -> None:
     pretrained, optimizer = options.task.pretrained(), options.optimizer.optimizer
     if optimizer == "muon" and (run.mesh or (pretrained is not None and pretrained.lora_rank is not None)):
         fail("optimizer", "adamw with --mesh or --lora-rank", optimizer)
+    if run.start == "passed":
+        if run.mesh or options.model.remat != "none" or options.model.matmul != "default":
+            fail("start", "empty with --mesh, --remat or --matmul", run.start)
+        if run.batch_size == run.accumulate:
+            fail("start", "empty where batches, or their pieces, are single rows", run.start)
     options.model.check()
     options.task.check()
     options.task.check_rule(RULES[options.model.rule])

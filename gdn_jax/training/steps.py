@@ -21,6 +21,7 @@ from gdn_jax.parallel.token_shards import loss_on_mesh
 from gdn_jax.parts.products import counting
 from gdn_jax.training.optimizers import OPTIMIZERS
 from gdn_jax.training.options import ModelOptions, ScheduleOptions
+from gdn_jax.training.starts import Start, empty
 from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.options import TaskOptions
 
@@ -229,14 +230,16 @@ def loss_sum(
     batch: Batch,
     places: Int[Array, "B N"] | None = None,
     mtp_weight: float = 0.0,
+    start: Start = empty,
 ) -> tuple[Float[Array, ""], Sums]:
     """Sum of the weighted losses of a batch, to be differentiated, and all sums of the model's own logits.
 
     With places, different ones of each row that hold all that counts, no other logits are computed. With an
-    mtp_weight the loss of the head for the token after the next is added, times this weight; no sum counts it.
+    mtp_weight the loss of the head for the token after the next is added, times this weight; no sum counts it. The
+    start is what rows begin from, see `starts`.
     """
-    model = nnx.merge(graphdef, params, rest)
-    x, later = model.hidden_states(jnp.asarray(batch.tokens))[0], 0.0
+    model, tokens = nnx.merge(graphdef, params, rest), jnp.asarray(batch.tokens)
+    x, later = model.hidden_states(tokens, cache=start(model, tokens))[0], 0.0
     if mtp_weight:
         later = mtp_weight * _after_next(model, x, batch).loss
     if places is not None:
@@ -293,6 +296,7 @@ def train_step(
     batch: Batch,
     places: Int[Array, "B N"] | None = None,
     mtp_weight: float = 0.0,
+    start: Start = empty,
 ) -> tuple[TrainState, StepMetrics]:
     """Makes one optimiser step.
 
@@ -306,7 +310,7 @@ def train_step(
       state: before the step.
       batch: of the step.
       places: as for `loss_sum`, of a batch that is not cut.
-      mtp_weight: as for `loss_sum`.
+      mtp_weight, start: as for `loss_sum`; of a batch that is cut, the rows of each piece.
 
     Returns:
       The state after the step, and its metrics.
@@ -315,7 +319,7 @@ def train_step(
     def counted_loss(variables, batch, places=None):
         params, counter = variables
         with counting(counter):
-            return loss_sum(graphdef, rest, params, batch, places, mtp_weight)
+            return loss_sum(graphdef, rest, params, batch, places, mtp_weight, start)
 
     gradient = jax.grad(counted_loss, has_aux=True)
     zero = jnp.zeros((), jnp.float32)
@@ -327,8 +331,8 @@ def train_step(
         def piece(total, part):
             return jax.tree.map(jnp.add, total, gradient((state.params, zero), part)), None
 
-        start = ((jax.tree.map(jnp.zeros_like, state.params), zero), Sums(zero, zero, zero))
-        ((grads, saturated), sums), _ = jax.lax.scan(piece, start, pieces)
+        nothing = ((jax.tree.map(jnp.zeros_like, state.params), zero), Sums(zero, zero, zero))
+        ((grads, saturated), sums), _ = jax.lax.scan(piece, nothing, pieces)
     grads = jax.tree.map(lambda g: g / sums.weight, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -343,11 +347,12 @@ def make_functions(
     deterministic: bool = True,
     shardings: TrainState | None = None,
     mtp_weight: float = 0.0,
+    start: Start = empty,
 ) -> Functions:
     """Compiled step functions of a model.
 
     Args:
-      graphdef, optimizer, accumulate, mtp_weight: see `train_step`.
+      graphdef, optimizer, accumulate, mtp_weight, start: see `train_step`.
       shardings: of the state, which keeps them; None on one device.
       deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
         which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
@@ -355,7 +360,8 @@ def make_functions(
     """
 
     def train(rest: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        return train_step(graphdef, rest, optimizer, accumulate, state, batch, mtp_weight=mtp_weight)
+        own: Any = dict(mtp_weight=mtp_weight, start=start)
+        return train_step(graphdef, rest, optimizer, accumulate, state, batch, **own)
 
     def evaluate(rest: PyTree, params: PyTree, batch: Batch) -> Sums:
         return loss_sum(graphdef, rest, params, batch)[1]

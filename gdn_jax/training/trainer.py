@@ -27,6 +27,7 @@ from gdn_jax.training.peak import share_of_peak
 from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
 from gdn_jax.training.runs import RunFolder
+from gdn_jax.training.starts import STARTS
 from gdn_jax.training.steps import Functions, StepMetrics, TrainState
 from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.task import Task
@@ -118,6 +119,7 @@ class Trainer:
                 options.run.deterministic,
                 shardings,
                 options.model.mtp_weight,
+                STARTS[options.run.start],
             )
             try:
                 jax.eval_shape(functions.train, rest, state, placement.batch(batch))

@@ -92,19 +92,24 @@ def test_every_request_gets_what_generate_gives(num_drafts, ring):
 
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", pytest.param("qwen3_5_moe_mtp", marks=pytest.mark.slow)])
 def test_rounds_are_those_of_transformers(name):
-    """How many drafts of each step are right, after prompts in two pieces. Other slots keep their bits."""
+    """How many drafts of each step are right. Prompts in two pieces leave the pairs of whole prompts."""
     folder = hf_checkpoints.FOLDER.parent / name
     model, expected = load_hf(folder, implementation="recurrent"), hf_checkpoints.expected_of(folder)
     text, accepted = expected["generated"], expected["spec_accepted"]
     served = ServedModel(model, drafts="mtp")
     prefill, decode = jax.jit(served.prefill), jax.jit(served.decode)
-    pools = dirty(served.make_pools(4, capacity=64))
-    slots, got = np.array([2, 0, -1]), [[], []]
+    slots, got, fresh = np.array([2, 0, -1]), [[], []], dirty(served.make_pools(4, capacity=64))
+    whole = np.array([0, 21, 42, 42]), slots, np.zeros(3, bool)
+    _, at_once = prefill(served.params, text[:, :21].reshape(1, -1), *whole, fresh)
+    pools = fresh
     for begin, end in ((0, 8), (8, 21)):
         row = np.ones((1, 26), np.int32)  # the rest of the first row is padding
         row[0, : 2 * (end - begin)] = text[:, begin:end].ravel()
         cu_seqlens, goes_on = np.array([0, 1, 2, 2]) * (end - begin), np.full(3, begin > 0)
         newest, pools = prefill(served.params, row, cu_seqlens, slots, goes_on, pools)
+    for pair in ("k", "v"):
+        there, want = (np.asarray(getattr(x.pairs, pair))[slots[:2], :20] for x in (pools, at_once))
+        np.testing.assert_allclose(there, want, rtol=0, atol=1e-4)
     for _ in range(accepted.shape[1]):
         (tokens, count), pools = decode(served.params, newest, slots, pools)
         newest = np.take_along_axis(np.asarray(tokens), np.asarray(count)[:, None] - 1, 1)[:, 0]
@@ -114,8 +119,8 @@ def test_rounds_are_those_of_transformers(name):
         rounds = rounds[rounds >= 0]
         assert [len(new) - 1 for new in row[: len(rounds)]] == rounds.tolist() and rounds.max() > 1
         np.testing.assert_array_equal(np.concatenate(row[: len(rounds)])[: len(want)], want)
-    for x, fresh in zip(*map(jax.tree.leaves, (pools, dirty(pools))), strict=True):
-        np.testing.assert_array_equal(x[1::2], fresh[1::2])
+    for x, y in zip(*map(jax.tree.leaves, (pools, fresh)), strict=True):
+        np.testing.assert_array_equal(x[1::2], y[1::2])
 
 
 @pytest.mark.slow
@@ -133,6 +138,28 @@ def test_a_request_fills_its_slot(monkeypatch):
     jax.effects_barrier()
     for number, i, length in ((1, 0, 30), (2, 3, 34)):
         np.testing.assert_array_equal(got[number], wanted()[i, :length])
+
+
+def test_room_for_the_steps_of_a_server():
+    """Of a model whose drafts are all right: the last step of a request ends at most two steps' drafts after its last
+    token, and some do."""
+
+    def prefill(_, tokens, cu_seqlens, slots, has_initial_state, pools):
+        return tokens[0, :1], (np.full(1, 5, np.int32), pools[1])
+
+    def decode(_, tokens, slots, pools):
+        read, end = pools
+        tokens = jax.numpy.arange(1, 5) + tokens[:, None]
+        return serving.Chain(tokens, np.full(1, 4, np.int32)), (read + 4, jax.numpy.maximum(end, read + 4))
+
+    most = []
+    for number in range(2, 14):
+        pools = put(np.zeros(1, np.int32)), put(np.zeros(1, np.int32))
+        server = serving.Server(prefill, decode, None, pools, max_batch=1)
+        server.submit([1] * 5, number)
+        assert server.run()[1].tolist() == [*range(1, number + 1)]
+        most.append(int(server._state.pools[1][0]) - (5 + number - 1))
+    assert max(most) == 2 * 3
 
 
 @pytest.mark.slow
