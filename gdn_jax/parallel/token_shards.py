@@ -25,6 +25,7 @@ from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, chec
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule import arguments, ops
 from gdn_jax.rule.product import product_by
+from gdn_jax.shapes import accumulation_dtype
 
 
 class ByTokens(NamedTuple):
@@ -189,6 +190,32 @@ def loss_on_mesh(
         the tokens.
     """
     call = partial(losses.linear_softmax_cross_entropy, **options)
+    return _by_tokens(call, x, weight, targets, label_weights, are_summed=True)
+
+
+def log_probs_on_mesh(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    *,
+    label_weights: Float[Array, "B T"] | None = None,
+    **options: Any,
+) -> Float[Array, "B T"]:
+    """`gdn_jax.losses.token_log_probs`, on a mesh too: each device has those of its own tokens.
+
+    The devices of the head axis share a row's tokens here, as in `loss_on_mesh`.
+
+    Raises:
+      ValueError: as `gdn_jax.losses.token_log_probs`, and where the devices along context do not divide the tokens.
+    """
+    if label_weights is None:
+        label_weights = jnp.ones(targets.shape, accumulation_dtype(x))
+    call = partial(losses.token_log_probs, **options)
+    return _by_tokens(call, x, weight, targets, label_weights, are_summed=False)
+
+
+def _by_tokens(call: Callable[..., Any], x, weight, targets, label_weights, *, are_summed: bool) -> Any:
+    """A function of tokens by a loss, on the tokens of each device, and summed over those of all or not."""
     sizes = axes_set()
     if sizes is None:
         return call(x, weight, targets, label_weights=label_weights)
@@ -200,10 +227,11 @@ def loss_on_mesh(
 
     def local(*args):
         x, weight, targets, label_weights = vary_alike(args)
-        sums = call(x, weight, targets, label_weights=label_weights)
-        return jax.tree.map(lambda y: lax.psum(y, over), sums)
+        found = call(x, weight, targets, label_weights=label_weights)
+        return jax.tree.map(lambda y: lax.psum(y, over), found) if are_summed else found
 
     # Else XLA would carry this cut of the tokens back through the model.
     x = lax.with_sharding_constraint(x, PartitionSpec(rows, CONTEXT))
     specs = (tokens, PartitionSpec(), tokens, tokens)
-    return jax.shard_map(local, in_specs=specs, out_specs=PartitionSpec())(x, weight, targets, label_weights)
+    out_specs = PartitionSpec() if are_summed else tokens
+    return jax.shard_map(local, in_specs=specs, out_specs=out_specs)(x, weight, targets, label_weights)

@@ -27,7 +27,7 @@ from gdn_jax.models import LanguageModel
 from gdn_jax.models.config import AttentionConfig, ExpertsConfig, LatentAttentionConfig, SigmoidRouting
 from gdn_jax.parallel import context, lifeline, processes, sharding
 from gdn_jax.parallel.mesh import MeshShape
-from gdn_jax.parallel.token_shards import loss_on_mesh
+from gdn_jax.parallel.token_shards import log_probs_on_mesh, loss_on_mesh
 
 EVERY_AXIS = "data=2,head=2,context=2,sharded"
 SHAPES = ["head=8", "context=8", "data=8,sharded"]
@@ -111,7 +111,7 @@ def test_what_a_step_sends(alone):
 
 
 def test_the_loss_of_more_tokens_than_a_tile():
-    """On every device: sums and gradients of one device."""
+    """On every device: sums and gradients of one device; with each token's log-probability, times any cotangent."""
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 32, 8), (16, 8)))
     targets, weights = (
@@ -122,11 +122,14 @@ def test_the_loss_of_more_tokens_than_a_tile():
     @jax.jit
     def loss(x, weight):
         known = dict(label_weights=weights, tile=4)
-        return loss_on_mesh(x, weight, targets, **known).loss
+        found = log_probs_on_mesh(x, weight, targets, **known)
+        return loss_on_mesh(x, weight, targets, **known).loss + jnp.sum(found * cotangents), found
 
-    expected = jax.value_and_grad(loss, (0, 1))(x, weight)
+    cotangents = rng.standard_normal((4, 32)).astype(np.float32)
+    gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    expected = gradients(x, weight)
     with jax.set_mesh(mesh_from("data=2,head=2,context=2")[1]):
-        got = jax.value_and_grad(loss, (0, 1))(x, weight)
+        got = gradients(x, weight)
     for y, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
