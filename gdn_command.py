@@ -21,6 +21,7 @@ TASKS = {
     "copy": "repeating a sequence",
     "palindrome": "repeating a sequence backwards",
     "stack": "what is popped off several stacks",
+    "scope": "names whose values go when their scope closes",
 }
 """What `gdn train` trains on, in words. A sweep has fresh models, and so all tasks but tokens."""
 _LISTED = "\n".join(f"         {name:13} {words}" for name, words in TASKS.items())

@@ -93,8 +93,8 @@ def test_error_is_one_line(tmp_path, capsys, words, message):
     [
         (
             "sweep words",
-            "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation, copy, palindrome "
-            "or stack, got words",
+            "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation, copy, palindrome, "
+            "stack or scope, got words",
         ),
         ("sweep", "gdn sweep: expected a task"),
         ("sweep parity --mixers rnn", "rnn"),

@@ -85,13 +85,13 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
         ("train bytes --rule attention", "attention"),
         (
             "train poems",
-            "expected a task bytes, tokens, recall, needle, sentence, parity, permutation, copy, palindrome "
-            "or stack, got poems",
+            "expected a task bytes, tokens, recall, needle, sentence, parity, permutation, copy, palindrome, "
+            "stack or scope, got poems",
         ),
         (
             "train",
             "gdn train: expected a task bytes, tokens, recall, needle, sentence, parity, permutation, copy, "
-            "palindrome or stack, got none",
+            "palindrome, stack or scope, got none",
         ),
         ("fly", "expected a command train, generate, info, eval, sweep, reproduce, check or bench, got fly"),
     ],

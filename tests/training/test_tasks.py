@@ -265,6 +265,10 @@ def test_every_task_has_defaults_that_fit():
         ("parity --test-lengths 32 0", "--test-lengths: expected a number above 0, got 0"),
         ("parity --length 0", "--length: expected a number above 0, got 0"),
         ("permutation --length -1", "--length: expected a number above 0, got -1"),
+        (
+            "scope --length 9",
+            "--length: expected an even number, at least 4: two tokens for an operation, got 9",
+        ),
         ("copy --num-tokens 0", "--num-tokens: expected a number above 0, got 0"),
     ],
 )

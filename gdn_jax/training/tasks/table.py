@@ -9,6 +9,7 @@ from gdn_jax.training.tasks import (
     next_byte,
     next_token,
     recall,
+    scopes,
     sentence,
     stacks,
     state_tracking,
@@ -29,6 +30,7 @@ CLASSES: dict[str, type[Task]] = {
         copying.CopyTask,
         copying.PalindromeTask,
         stacks.StackTask,
+        scopes.ScopeTask,
     )
 }
 
