@@ -12,13 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 import gdn_jax
-from gdn_jax import delta_rule, gated_delta_rule
+from gdn_jax import delta_rule, erase_then_delta_rule, gated_delta_rule
 from gdn_jax.bench import measure
 from gdn_jax.bench import rows as bench_rows
 from gdn_jax.bench.benchmark import Result, wrong
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.rows import Inputs, Row
-from gdn_jax.checks.accuracy import GRADIENTS, NAMES, STATES, bound, cancelling, head_axis, worst_ratio
+from gdn_jax.checks.accuracy import (
+    ERASURE,
+    GRADIENTS,
+    NAMES,
+    STATES,
+    bound,
+    cancelling,
+    head_axis,
+    worst_ratio,
+)
 from gdn_jax.commands.errors import one_line
 from gdn_jax.rule.implementations import IMPLEMENTATIONS, PLAIN
 from gdn_jax.training.kernels import device_reason
@@ -42,8 +51,15 @@ class Part(NamedTuple):
 
     def __call__(self, name: str, x: Any) -> Any:
         """The part of an argument or result."""
-        heads = self.key if name in ("q", "k", "dq", "dk") else self.value
+        heads = self.key if name.removeprefix("d") in ("q", "k", "erase_key") else self.value
         return x[:, heads] if name in ("initial_state", "dh_T", "final_state", "dh_0") else x[:, :, heads]
+
+
+def public(x: Inputs) -> Callable:
+    """The public call that takes these inputs."""
+    if x.erase_key is not None:
+        return erase_then_delta_rule
+    return gated_delta_rule if x.g.ndim == 3 else delta_rule
 
 
 def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[Callable, tuple]:
@@ -56,8 +72,7 @@ def call(what: str, implementation: str, x: Inputs, known, cu_seqlens) -> tuple[
 
     def rule(tokens, state, cu_seqlens):
         borders = cu_seqlens if known is None else known
-        public = gated_delta_rule if tokens[3].ndim == 3 else delta_rule
-        return public(*tokens, initial_state=state, cu_seqlens=borders, implementation=implementation)
+        return public(x)(*tokens, initial_state=state, cu_seqlens=borders, implementation=implementation)
 
     return steps(what, rule, x, cu_seqlens)
 
@@ -81,7 +96,7 @@ def steps(what: str, rule: Callable, x: Inputs, *borders: Any) -> tuple[Callable
 
 
 def training(rule: Callable, state, tokens, do, dh_T, *known):
-    """Outputs and gradients of rule(tokens, state, *known), in the order of NAMES but for the last: (all, dh_0)."""
+    """Outputs and gradients of rule(tokens, state, *known), in the order of `named` but for the last: (all, dh_0)."""
     outputs, vjp = jax.vjp(lambda *x: rule(*x, *known), tokens, state)
     dtokens, dstate = vjp((do, dh_T))
     return (*outputs, *dtokens), dstate
@@ -92,6 +107,8 @@ def named(what: str, results: tuple) -> dict[str, Any]:
     first, last = results
     first = (first,) if what == "forward" else first
     names = {"forward": STATES, "backward": GRADIENTS, "training": NAMES}[what]
+    if len(first) == len((*names, *ERASURE)) - 1:
+        names = *names[:-1], *ERASURE, names[-1]
     return dict(zip(names, (*first, last), strict=True))
 
 
@@ -104,7 +121,7 @@ def supported_implementations(x: Inputs, cu_seqlens: jax.Array | None) -> dict[s
     for name in IMPLEMENTATIONS:
         try:
             jax.eval_shape(
-                lambda tokens, name=name: delta_rule(*tokens, implementation=name, **options), x.tokens
+                lambda tokens, name=name: public(x)(*tokens, implementation=name, **options), x.tokens
             )
             reasons[name] = None
         except NotImplementedError as error:
@@ -115,7 +132,8 @@ def supported_implementations(x: Inputs, cu_seqlens: jax.Array | None) -> dict[s
 def reference(row: Row, what: str, x: Inputs) -> dict[str, np.ndarray]:
     """Results of the recurrence in float32 on the heads of `Part`, by name."""
     part = Part.of(row, what)
-    few = Inputs(*(part(name, a).astype(jnp.float32) for name, a in x._asdict().items()))
+    arrays = {name: a for name, a in x._asdict().items() if a is not None}
+    few = Inputs(**{name: part(name, a).astype(jnp.float32) for name, a in arrays.items()})
     kind = "forward" if what == "forward" else "training"
     step, args = call(kind, "recurrent", few, None, row.cu_seqlens)
     return {name: np.asarray(y) for name, y in named(kind, jax.jit(step)(*args)).items()}

@@ -4,6 +4,7 @@ Inputs are those of FlashQLA's benchmark: unit q and k and normal v in 16 bits, 
 with g = 0 on a quarter of the heads, beta = sigmoid(normal), a random initial state. Never zeros: a GPU that
 multiplies zeros runs faster. With a decay of each channel g is one of two kinds: "uniform", exp(g) uniform from 1/2
 to 1, and "mixed", slow and fast channels as in trained models, half of a head's at some -5 a token and half at -1e-4.
+"erase" is "uniform" with unit erase keys and erase strengths of their own, for `erase_then_delta_rule`.
 """
 
 import csv
@@ -28,8 +29,8 @@ MEMORY_BYTES = 4.3e12
 """Reached by one H200 in a second: dense products in 16 bits, and bytes copied (both directions counted)."""
 
 
-GATES = ("head", "uniform", "mixed")
-"""A decay of each head, and the two kinds of decays of each channel."""
+GATES = ("head", "uniform", "mixed", "erase")
+"""A decay of each head, the two kinds of decays of each channel, and decays of each channel with an erasure."""
 
 
 class Row(NamedTuple):
@@ -59,6 +60,7 @@ class Row(NamedTuple):
             lengths = "+".join(map(str, self.lengths)) if count < 4 else f"{total} in {count} uneven"
         width = "" if self.width == 128 else f" D={self.width}"
         channels = "" if self.gates == "head" else f" {self.gates} channels"
+        channels = " channels, erase" if self.gates == "erase" else channels
         return f"{self.Hk},{self.HV} {lengths}{width}{'' if self.decay else ' no decay'}{channels}"
 
     @property
@@ -138,11 +140,13 @@ class Inputs(NamedTuple):
     initial_state: jax.Array
     do: jax.Array
     dh_T: jax.Array
+    erase_key: jax.Array | None = None
+    erase_strength: jax.Array | None = None
 
     @property
     def tokens(self) -> tuple[jax.Array, ...]:
-        """q, k, v, g, beta."""
-        return self[:5]
+        """q, k, v, g, beta and, where there are any, erase_key and erase_strength."""
+        return self[:5] + tuple(x for x in (self.erase_key, self.erase_strength) if x is not None)
 
 
 def inputs(row: Row, dtype: str = "bfloat16", seed: int = 0) -> Inputs:
@@ -163,14 +167,17 @@ def _inputs(row: Row, dtype: str, seed) -> Inputs:
         return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)
 
     channels = 1, T, row.HV, D
-    if row.gates == "uniform":
+    if row.gates in ("uniform", "erase"):
         g = jnp.log(jax.random.uniform(keys[3], channels, minval=0.5, maxval=1.0))
     elif row.gates == "mixed":
         g = jnp.where(jnp.arange(D) % 2 == 0, -5.0, -1e-4) * jnp.exp(0.2 * normal(3, *channels))
     else:
         decays = (jnp.arange(row.HV) % 4 != 3) & row.decay
         g = jnp.where(decays, jax.nn.log_sigmoid(normal(3, 1, T, row.HV)) / 16, 0.0)
-    state = (N, row.HV, D, D)
+    state, erasure = (N, row.HV, D, D), {}
+    if row.gates == "erase":
+        keys = [*keys, *jax.random.split(jax.random.fold_in(keys[0], 0), 2)]
+        erasure = dict(erase_key=unit(8), erase_strength=jax.nn.sigmoid(normal(9, 1, T, row.HV)))
     return Inputs(
         q=unit(0),
         k=unit(1),
@@ -180,6 +187,7 @@ def _inputs(row: Row, dtype: str, seed) -> Inputs:
         initial_state=normal(5, *state),
         do=normal(6, 1, T, row.HV, D).astype(dtype),
         dh_T=normal(7, *state),
+        **erasure,
     )
 
 
@@ -189,7 +197,7 @@ def floor_ms(row: Row, what: str) -> float:
     Products of a chunk of C tokens and a value head: forward 3 of 2 C K V (k S, q S, k^T v') and 2 of 2 C C V (A
     times values, P v'), and q k^T and k k^T, 2 C C K each, once for a key head; backward 8 and 10 such products, the
     fewest that are known. With a decay of each channel q k^T and k k^T are those of a value head. Bytes: arguments
-    and results once each, gates and states in float32.
+    and results once each, gates and states in float32. An erasure counts nothing: its floor is that without.
 
     Args:
       what: "forward", "backward" or "training", which is the sum of both.

@@ -41,9 +41,10 @@ class RuleBenchmark(Benchmark):
     rows: tuple[str, ...] = ()
     """Only the rows of the table whose name contains one of these, as in "16,32 1x". On a GPU that the kernels do not
     run on they are the table's only rows."""
-    gates: Annotated[tuple[Literal["head", "uniform", "mixed"], ...], Distinct] = ("head",)
-    """A decay of each head; or of each channel, all drawn alike, or slow and fast channels mixed. The decays of each
-    channel have a table of their own."""
+    gates: Annotated[tuple[Literal["head", "uniform", "mixed", "erase"], ...], Distinct] = ("head",)
+    """A decay of each head; or of each channel, all drawn alike, or slow and fast channels mixed; or all drawn alike
+    with an erasure before each write, by `erase_then_delta_rule`. The decays of each channel have a table of their
+    own."""
     implementations: tuple[Implementation, ...] = ()
     """Implementations to time. If none is named: the fastest that runs for the table, else all (no "recurrent" on a
     GPU)."""

@@ -17,6 +17,9 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dh_0")
 NAMES = STATES + GRADIENTS
 STRENGTHS = ("derase", "dwrite")
 """Gradients of strengths that stand in place of beta. They have the bounds of dbeta."""
+ERASURE = ("derase_key", "derase_strength")
+"""Gradients of what `erase_then_delta_rule` takes more. They have the bounds of dk and dbeta."""
+_BOUND_OF = dict.fromkeys((*STRENGTHS, "derase_strength"), "dbeta") | {"derase_key": "dk"}
 
 # float32. An output is a sum of K products of the query with a state, itself a sum over up to 128 tokens of a chunk
 # of results of a solve with up to 128 terms. With errors of one roundoff u = 6e-8 that add up like a random walk,
@@ -87,11 +90,11 @@ def bound(name: str, dtype: str, *, cancelling: bool = False) -> float:
     """Largest error of the output or gradient `name` for inputs of a dtype.
 
     Args:
-      name: one of NAMES or STRENGTHS.
+      name: one of NAMES, STRENGTHS or ERASURE.
       dtype: float64, float32, bfloat16 or float16.
       cancelling: of the call's g and k, see `cancelling`.
     """
-    return BOUNDS[dtype][cancelling]["dbeta" if name in STRENGTHS else name]
+    return BOUNDS[dtype][cancelling][_BOUND_OF.get(name, name)]
 
 
 def _rms(x: np.ndarray | np.floating) -> float:
