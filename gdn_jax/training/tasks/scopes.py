@@ -52,7 +52,7 @@ class ScopeOptions(GeneratedOptions):
 
 SET, ASK, OPEN, CLOSE = range(4)
 KINDS = np.array([SET, SET, SET, SET, ASK, ASK, OPEN, CLOSE])
-"""What an operation wants to be, with even chances."""
+"""An operation wants to be one of these, with even chances."""
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
