@@ -14,8 +14,8 @@ from gdn_jax.layers import blocks
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelInputs, ChannelMixer, FirstFactors
 from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start, decay_at_start
 from gdn_jax.layers.options import check_positive, value_width
-from gdn_jax.parallel.token_shards import DELTA_RULE
-from gdn_jax.rule.erase_then_delta import erase_then_delta_by, erase_then_delta_step
+from gdn_jax.parallel.token_shards import erase_then_delta_on_mesh
+from gdn_jax.rule.erase_then_delta import erase_then_delta_step
 from gdn_jax.styles import PLUM, Style
 
 RANK = 16
@@ -127,9 +127,9 @@ class EraseThenDelta(ChannelDecayMixer):
             assert initial_state is not None
             o, state = erase_then_delta_step(q, k, v, g, beta, key, strength, initial_state)
             return o[:, None], state
-        arrays = q, k, v, g, beta, key, strength, cu_seqlens, segment_ids
+        packing: Any = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
         options: Any = dict(initial_state=initial_state, implementation=self.implementation)
-        return erase_then_delta_by(DELTA_RULE.here(), *arrays, **options)
+        return erase_then_delta_on_mesh(q, k, v, g, beta, key, strength, **packing, **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from gdn_jax.parallel.prefix import entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule.arguments import strengths
 from gdn_jax.rule.call import HEADS, Arrays, Call, gates_of
+from gdn_jax.rule.erase_then_delta import checked_by
 from gdn_jax.rule.implementations import TABLE, Implementation
 from gdn_jax.rule.ops import check_call
 from gdn_jax.rule.ops import delta_rule as delta_rule_of_rows
@@ -127,6 +128,41 @@ def delta_rule(
     x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, gates_of(x, beta), chunk_size)
     return _split(call, x, scale, implementation, axis_name, by)
+
+
+def erase_then_delta_rule(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    g: AnyLogDecay | None = None,
+    beta: Strength | None = None,
+    erase_key: Keys | None = None,
+    erase_strength: Strength | None = None,
+    *,
+    axis_name: str,
+    cu_seqlens: KnownOffsets | None = None,
+    segment_ids: SegmentIds | None = None,
+    **options: Any,
+) -> tuple[Outputs, AnyStates]:
+    """`gdn_jax.erase_then_delta_rule` of rows whose tokens are split over a mesh axis, inside `jax.shard_map`.
+
+    Both halves of a token are on its device.
+
+    Args: as for `gdn_jax.erase_then_delta_rule`. Arrays of tokens are this device's; initial_state and cu_seqlens are
+      those of the whole rows, the same on every device of the axis.
+      axis_name, and by among the options: as for `gated_delta_rule`.
+
+    Returns:
+      o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.erase_then_delta_rule` and `delta_rule`.
+
+    Numerics: as `gated_delta_rule`.
+    """
+    rule = partial(delta_rule, axis_name=axis_name)
+    arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
+    return checked_by(rule, *arrays, **options)
 
 
 def _split(

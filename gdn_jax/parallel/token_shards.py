@@ -24,6 +24,7 @@ from gdn_jax.parallel import context
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule import arguments, ops
+from gdn_jax.rule.erase_then_delta import erase_then_delta_by
 from gdn_jax.rule.product import product_by
 from gdn_jax.shapes import accumulation_dtype
 
@@ -82,6 +83,21 @@ def gated_delta_product_on_mesh(
     """
     tokens = q, k, v, g, beta
     return product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
+
+
+def erase_then_delta_on_mesh(
+    q, k, v, g, beta, erase_key, erase_strength, *, cu_seqlens=None, segment_ids=None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`gdn_jax.erase_then_delta_rule`, on a mesh too: every device has both halves of its tokens.
+
+    Args: as for `gdn_jax.erase_then_delta_rule`; beta, erase_key and erase_strength have to be there.
+
+    Raises:
+      ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where the devices along context do not
+        divide the tokens.
+    """
+    arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
+    return erase_then_delta_by(delta_rule_on_mesh, *arrays, **options)
 
 
 def _over_tokens(

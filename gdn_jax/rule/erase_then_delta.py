@@ -12,6 +12,7 @@ from gdn_jax.rule.product import product_by
 from gdn_jax.shapes import (
     AnyLogDecay,
     AnyStates,
+    ArgumentError,
     Keys,
     KnownOffsets,
     Outputs,
@@ -21,6 +22,8 @@ from gdn_jax.shapes import (
     Strength,
     Values,
     check_array,
+    check_channels,
+    check_floating,
     check_packing,
 )
 
@@ -52,10 +55,11 @@ def erase_then_delta_rule(
 
     Args:
       q, k, v, g, beta: as for `delta_rule`.
-      erase_key: e [B, T, Hk, K], of the keys' heads; None for k.
-      erase_strength: gamma [B, T, HO], in [0, 1]; None for 1.
-      scale, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size, implementation: as for `delta_rule`.
-        Positions of cu_seqlens count tokens.
+      erase_key: e [B, T, Hk, K] in k's dtype, of the keys' heads; None for k.
+      erase_strength: gamma [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; None for 1.
+      scale, initial_state, cu_seqlens, segment_ids, state_layout, implementation: as for `delta_rule`. Positions of
+        cu_seqlens count tokens.
+      chunk_size: as for `delta_rule`, of which a token has two.
       use_qk_l2norm: brings q, k and e to unit length.
 
     Returns:
@@ -67,14 +71,6 @@ def erase_then_delta_rule(
 
     Source: Qwen Team, "Erase-then-Delta Attention" (arXiv 2606.26560).
     """
-    check_array("k", k, (None,) * 4, "B, T, Hk, K")
-    (B, T), K = k.shape[:2], k.shape[3]
-    check_array("q", q, (B, T, None, K), "B, T, Hq, K")
-    check_array("v", v, (B, T, None, None), "B, T, HV, V")
-    HO = max(q.shape[2], v.shape[2])
-    _check_tokens(g, beta, erase_key, erase_strength, k.shape, (B, T, HO), "B, T, ")
-    check_packing(B, T, cu_seqlens, segment_ids)
-    known_lengths(cu_seqlens, T)
     options: dict[str, Any] = dict(
         scale=scale,
         initial_state=initial_state,
@@ -83,10 +79,40 @@ def erase_then_delta_rule(
         chunk_size=chunk_size,
         implementation=implementation,
     )
+    arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
+    known_lengths(cu_seqlens, k.shape[1])
+    return checked_by(delta_rule, *arrays, **options)
+
+
+def checked_by(
+    rule: Callable[..., Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    erase_key: Any,
+    erase_strength: Any,
+    cu_seqlens: Any,
+    ids: Any,
+    **options: Any,
+) -> tuple[Outputs, AnyStates]:
+    """`erase_then_delta_by` of arguments that are checked here, as a user gives them.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    check_array("k", k, (None,) * 4, "B, T, Hk, K")
+    (B, T), K = k.shape[:2], k.shape[3]
+    check_array("q", q, (B, T, None, K), "B, T, Hq, K")
+    check_array("v", v, (B, T, None, None), "B, T, HV, V")
+    HO = max(q.shape[2], v.shape[2])
+    _check_tokens(g, beta, erase_key, erase_strength, k, (B, T, HO), "B, T, ")
+    check_packing(B, T, cu_seqlens, ids)
     one = jnp.ones((B, T, HO), jnp.float32)
     gates = g, one if beta is None else beta
     erase = k if erase_key is None else erase_key, one if erase_strength is None else erase_strength
-    return erase_then_delta_by(delta_rule, q, k, v, *gates, *erase, cu_seqlens, segment_ids, **options)
+    return erase_then_delta_by(rule, q, k, v, *gates, *erase, cu_seqlens, ids, **options)
 
 
 def erase_then_delta_by(
@@ -103,10 +129,7 @@ def erase_then_delta_by(
     **options: Any,
 ) -> tuple[Outputs, AnyStates]:
     """`erase_then_delta_rule` by a delta rule of 2 T tokens; the arguments are there, and not checked."""
-    keys, values = (
-        jnp.stack([erase_key.astype(k.dtype), k], axis=2),
-        jnp.stack([jnp.zeros_like(v), v], axis=2),
-    )
+    keys, values = (jnp.stack([erase_key, k], axis=2), jnp.stack([jnp.zeros_like(v), v], axis=2))
     dtype = jnp.result_type(erase_strength, beta)
     strengths = jnp.stack([erase_strength.astype(dtype), beta.astype(dtype)], axis=2)
     return product_by(rule, q, keys, values, g, strengths, cu_seqlens, ids, **options)
@@ -145,21 +168,22 @@ def erase_then_delta_step(
     check_array("v", v, (k.shape[0], None, None), "B, HV, V")
     check_array("q", q, (k.shape[0], None, k.shape[2]), "B, Hq, K")
     tokens = k.shape[0], max(q.shape[1], v.shape[1])
-    _check_tokens(g, beta, erase_key, erase_strength, k.shape, tokens, "B, ")
+    _check_tokens(g, beta, erase_key, erase_strength, k, tokens, "B, ")
     options: dict[str, Any] = dict(scale=scale, use_qk_l2norm=use_qk_l2norm, state_layout=state_layout)
-    e = k if erase_key is None else erase_key.astype(k.dtype)
+    e = k if erase_key is None else erase_key
     _, state = delta_step(q, e, jnp.zeros_like(v), g, erase_strength, state, **options)
     return delta_step(q, k, v, None, beta, state, **options)
 
 
-def _check_tokens(g, beta, erase_key, erase_strength, keys: tuple, tokens: tuple, letters: str) -> None:
-    """Raises ValueError for a shape of a gate or of the erase key."""
+def _check_tokens(g, beta, erase_key, erase_strength, k, tokens: tuple, letters: str) -> None:
+    """Raises ValueError for a shape or a dtype of a gate or of the erase key."""
     for name, y in (("beta", beta), ("erase_strength", erase_strength)):
         if y is not None:
             check_array(name, y, tokens, f"{letters}HO")
+            check_floating(name, y)
     if g is not None:
-        by_channel = getattr(g, "ndim", 0) > len(tokens)
-        shape, more = ((*tokens, keys[-1]), "HO, K") if by_channel else (tokens, "HO")
-        check_array("g", g, shape, letters + more)
+        check_channels("g", g, tokens, k.shape[-1], f"{letters}HO, K")
     if erase_key is not None:
-        check_array("erase_key", erase_key, keys, f"{letters}Hk, K")
+        check_array("erase_key", erase_key, k.shape, f"{letters}Hk, K")
+        if erase_key.dtype != k.dtype:
+            raise ArgumentError("erase_key", f"k's dtype {k.dtype}", erase_key.dtype)

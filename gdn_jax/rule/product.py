@@ -107,7 +107,7 @@ def product_by(
         return x.reshape(B, T * n, *x.shape[3:])
 
     def at(x: jax.Array, step: int) -> jax.Array:
-        return x if n == 1 else steps(jnp.zeros((B, T, n, *x.shape[2:]), x.dtype).at[:, :, step].set(x))
+        return steps(jnp.stack([x if i == step else jnp.zeros_like(x) for i in range(n)], 2))
 
     o, state = rule(
         at(q, n - 1),
@@ -116,7 +116,7 @@ def product_by(
         None if g is None else at(g, 0),
         None if beta is None else steps(beta),
         cu_seqlens=None if cu_seqlens is None else widened(cu_seqlens) * n,
-        segment_ids=None if ids is None else jnp.repeat(ids, n, 1),
+        segment_ids=None if ids is None else steps(jnp.stack([ids] * n, 2)),
         **options,
     )
     return o[:, n - 1 :: n], state

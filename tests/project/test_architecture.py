@@ -134,7 +134,7 @@ ROOMS: dict[str, set[str]] = {
         "rule.implementations",
         "rule.arguments",
         "rule.ops",
-        "rule.product",
+        *("rule.product", "rule.erase_then_delta"),
         *KERNELS,
     },
     "gdn_jax": {

@@ -148,6 +148,12 @@ def test_the_rules_inside():
         ("erase_key", np.zeros((1, 37, 4, 8), np.float32), r"erase_key: expected .*1, 37, 2, 8"),
         ("erase_strength", np.zeros((1, 37, 2), np.float32), r"erase_strength: expected .*1, 37, 4"),
         ("g", np.zeros((1, 37, 4, 5), np.float32), "g: expected"),
+        (
+            "erase_key",
+            np.zeros((1, 37, 2, 8), np.float16),
+            "erase_key: expected k's dtype float32, got float16",
+        ),
+        ("erase_strength", np.zeros((1, 37, 4), np.int32), "erase_strength: expected dtype float16"),
     ],
 )
 def test_what_does_not_fit(name, value, said, no_type_checks):
