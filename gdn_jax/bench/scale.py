@@ -169,7 +169,9 @@ class ScaleBenchmark(Benchmark):
         """Random arguments of so many rows, on the first device."""
         row = Row(*self.heads, (length,) * rows, width=self.width)
         x = bench_rows.inputs(row, self.dtype, self.seed)
-        return Inputs(*(y if i in (5, 7) else y.reshape(rows, length, *y.shape[2:]) for i, y in enumerate(x)))
+
+        arrays = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta", "do")}
+        return x._replace(**{name: y.reshape(rows, length, *y.shape[2:]) for name, y in arrays.items()})
 
     def _rule(self, shape: MeshShape) -> Callable[..., Any]:
         """The rule of (tokens, state) on the mesh that is set, over shards of tokens where it has a context axis."""
