@@ -32,7 +32,7 @@ class EraseThenDelta(ChannelDecayMixer):
 
     What makes q, k, v, g and y is in `layers.channel_decay`, but for the gate "lower_bound", which comes to its bound
     exponentially here: `channel_log_decay(..., bound="exponential")`. A token costs two of `KimiDeltaAttention` in
-    whole rows. Pools of states have no such layers yet.
+    whole rows.
 
     Args: as for `ChannelDecayMixer`, with the gate "lower_bound" by default, and
       erase_rank: width of a head between the two factors of the erase key's projection.
@@ -49,7 +49,6 @@ class EraseThenDelta(ChannelDecayMixer):
 
     b_proj: blocks.Projection
     w_proj: blocks.Projection
-    can_be_served = False
 
     def __init__(
         self,
@@ -107,8 +106,11 @@ class EraseThenDelta(ChannelDecayMixer):
         """See `RecurrentMixer.rule_inputs`."""
         packing: Any = dict(conv_state=conv_state, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
         found, conv = super().rule_inputs(x, first=first, **packing)
-        e = self.e_b_proj(self.e_a_proj(x)).reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        return found._replace(erase_key=l2norm(e)), conv
+        return found._replace(erase_key=l2norm(self.erase_keys(x))), conv
+
+    def erase_keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+        """The keys that tokens erase at, before they come to unit length."""
+        return self.e_b_proj(self.e_a_proj(x)).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
     def apply_rule(
         self,

@@ -33,7 +33,8 @@ class ServedModel:
     of `for_inference(model)`: 16-bit models read 16-bit weights.
 
     Args:
-      model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token.
+      model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token,
+        or an erasure and one.
       batch_invariant: of `serving.decode` and `serving.prefill`.
       drafts: "mtp": the model's head for multi-token prediction guesses tokens, and `decode` reads them with the
         newest token of each request: it gives a `serving.Chain`. The tokens are the same, but for ties within

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax import serving
-from gdn_jax.layers import RecurrentMixer
+from gdn_jax.layers import EraseThenDelta, RecurrentMixer
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, with_tokens
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
@@ -172,6 +172,82 @@ class Recurrent:
         }
 
 
+class Erasing(Recurrent):
+    """Layers of Erase-then-Delta Attention, `EraseThenDelta`, whose token is two of the delta rule."""
+
+    def make_pool(
+        self, mixer: Any, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
+    ) -> LayerPools:
+        """Empty pools of a layer; a ring has two entries for each token, and kernels take rings of 16 entries.
+
+        Raises:
+          ValueError: as `Recurrent.make_pool`.
+        """
+        return super().make_pool(mixer, slots, dtype, None if ring is None else 2 * ring, capacity)
+
+    def prefill(
+        self,
+        mixer: Any,
+        x: Float[Array, "1 T D"],
+        pool: LayerPools,
+        cu_seqlens: Indices,
+        slots: Indices,
+        has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
+    ) -> tuple[Float[Array, "1 T D"], LayerPools]:
+        """Pieces of prompts, packed in one row."""
+        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
+        qkv, conv = serving.causal_conv1d(
+            mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
+        )
+        g, beta, strength, _ = mixer.gates(*mixer.raw_gates(x))
+        erasure = mixer.erase_keys(x), strength
+        options = dict(use_qk_l2norm=True, batch_invariant=self._batch_invariant)
+        o, state = serving.erase_then_delta_prefill(
+            *_heads(mixer, qkv), g, beta, *erasure, cu_seqlens, pool.state, **addresses, **options
+        )
+        return mixer.rule_output(o, x), LayerPools(conv, state)
+
+    def decode(
+        self, mixer: Any, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
+    ) -> tuple[Float[Array, "B 1 D"], LayerPools]:
+        """One token of every request."""
+        qkv = mixer.project_qkv(x)[:, 0]
+        qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
+        a, b, e, w = (y[:, 0] for y in self._erasure(mixer, x))
+        o, state = serving.erase_then_delta_decode(
+            *_heads(mixer, qkv), a, b, e, w, pool.state, read_slots=slots, **self._options(mixer)
+        )
+        return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
+
+    def verify(
+        self,
+        mixer: Any,
+        x: Float[Array, "N T D"],
+        pool: LayerPools,
+        state_slots: Indices,
+        num_accepted_tokens: Indices,
+    ) -> tuple[Float[Array, "N T D"], LayerPools]:
+        """The last token and drafts of every request."""
+        spans = dict(num_accepted_tokens=num_accepted_tokens)
+        qkv, conv = serving.causal_conv1d_verify(
+            mixer.project_qkv(x), pool.conv, *mixer.filters(), state_slots=state_slots, **spans
+        )
+        o, state = serving.erase_then_delta_verify(
+            *_heads(mixer, qkv),
+            *self._erasure(mixer, x),
+            pool.state,
+            state_slots=draft_slots(pool.state, state_slots),
+            **spans,
+            **self._options(mixer),
+        )
+        return mixer.rule_output(o, x), LayerPools(conv, state)
+
+    def _erasure(self, mixer: Any, x: Float[Array, "B T D"]) -> tuple[Any, Any, Any, Any]:
+        """a, b, the erase keys and w of tokens, as `serving.erase_then_delta_verify` takes them."""
+        a, b, w = mixer.raw_gates(x)
+        return a, b, mixer.erase_keys(x), w
+
+
 class Attending:
     """Attention layers: the keys and values of a request's tokens, and how many there are, in each slot.
 
@@ -325,16 +401,23 @@ def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:
     return q, k, v.reshape(*v.shape[:-1], mixer.num_v_heads, mixer.head_v_dim)
 
 
-def kind_of(mixer: Any, layer: int, batch_invariant: bool) -> "Recurrent | Attending":
+KINDS: tuple[tuple[type, type[Recurrent] | type[Attending]], ...] = (
+    (EraseThenDelta, Erasing),
+    (RecurrentMixer, Recurrent),
+    (Attention, Attending),
+)
+"""Layers and their kinds; the first that fits is taken."""
+
+
+def kind_of(mixer: Any, layer: int, batch_invariant: bool) -> Recurrent | Attending:
     """The kind of a layer.
 
     Raises:
       NotImplementedError: there is none for it, with the layer and what it is.
     """
-    if isinstance(mixer, RecurrentMixer) and mixer.can_be_served:
-        return Recurrent(batch_invariant)
-    if isinstance(mixer, Attention):
-        return Attending(batch_invariant)
+    for of, kind in KINDS:
+        if isinstance(mixer, of) and getattr(mixer, "can_be_served", True):
+            return kind(batch_invariant)
     raise NotImplementedError(
         "model: expected attention and delta rules of one step a token, with the short convolution, got "
         f"{type(mixer).__name__} in layer {layer}"

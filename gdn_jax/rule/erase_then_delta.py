@@ -127,7 +127,7 @@ def erase_then_delta_by(
     cu_seqlens: Any,
     ids: Any,
     **options: Any,
-) -> tuple[Outputs, AnyStates]:
+) -> tuple[Outputs, Any]:
     """`erase_then_delta_rule` by a delta rule of 2 T tokens; the arguments are there, and not checked."""
     keys, values = (jnp.stack([erase_key, k], axis=2), jnp.stack([jnp.zeros_like(v), v], axis=2))
     dtype = jnp.result_type(erase_strength, beta)

@@ -99,8 +99,8 @@ def product_by(
     cu_seqlens: Any,
     ids: Any,
     **options: Any,
-) -> tuple[Outputs, AnyStates]:
-    """`gated_delta_product` by a delta rule of n T tokens; the arguments are not checked."""
+) -> tuple[Outputs, Any]:
+    """`gated_delta_product` by a delta rule of n T tokens and with its states; the arguments are not checked."""
     B, T, n = k.shape[:3]
 
     def steps(x: jax.Array) -> jax.Array:

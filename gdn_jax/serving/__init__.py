@@ -8,6 +8,11 @@ nothing is sent.
 from gdn_jax.serving.batching import Chain, QueueFull, Server
 from gdn_jax.serving.byte_states import ByteStates, make_byte_states
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
+from gdn_jax.serving.erasures import (
+    erase_then_delta_decode,
+    erase_then_delta_prefill,
+    erase_then_delta_verify,
+)
 from gdn_jax.serving.prompts import prefill, prefill_packed
 from gdn_jax.serving.ring import accept, flush, snapshot
 from gdn_jax.serving.ring_arrays import RingPool, make_ring_pool
@@ -27,6 +32,9 @@ __all__ = [
     "copy_slots",
     "decode",
     "decode_packed",
+    "erase_then_delta_decode",
+    "erase_then_delta_prefill",
+    "erase_then_delta_verify",
     "flush",
     "make_byte_states",
     "make_ring_pool",

@@ -150,7 +150,7 @@ ROOMS: dict[str, set[str]] = {
         "rule.call",
         "rule.definition",
         "rule.arguments",
-        "rule.ops",
+        *("rule.ops", "rule.erase_then_delta"),
         "pallas_kernels.device",
         "pallas_kernels.work",
         "pallas_kernels.forward",
