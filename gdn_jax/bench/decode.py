@@ -88,8 +88,9 @@ class DecodeBenchmark(ServingBenchmark):
         tuple[Literal["float32", "bfloat16", "int8", "float8_e4m3fn"], ...], Distinct
     ] = ("float32", "bfloat16")
     """dtypes of the pool of states; those of 8 bits with deferred writes alone."""
-    gates: Annotated[tuple[Literal["head", "channel"], ...], Distinct] = ("head",)
-    """A decay of each head, or of each channel."""
+    gates: Annotated[tuple[Literal["head", "channel", "erase"], ...], Distinct] = ("head",)
+    """A decay of each head, or of each channel; or of each channel and an erasure before each write, by
+    `serving.erase_then_delta_decode`, whose ring has two entries for each token."""
     implementations: tuple[Literal["mosaic_gpu", "xla"], ...] = ()
     """Implementations to time, "mosaic_gpu" for the kernels. If none is named: the one that runs unasked."""
 
@@ -132,13 +133,16 @@ class DecodeBenchmark(ServingBenchmark):
         slots, last_accepted = jnp.asarray(slots), jnp.full(line.batch, T, jnp.int32)
         parents = jnp.tile(line.parents, (line.batch, 1)) if line.drafts == "tree" else None
 
+        erases = line.gates == "erase"
+        decode: Any = serving.erase_then_delta_decode if erases else serving.decode
+        verify: Any = serving.erase_then_delta_verify if erases else serving.verify
+
         def step(pool, token):
-            q, k, v, a, b = token
             if T > 1:
                 spans = {"state_slots": slots, "num_accepted_tokens": last_accepted, "parents": parents}
-                o, pool = serving.verify(q, k, v, a, b, pool, **spans, **common)
+                o, pool = verify(*token, pool, **spans, **common)
                 return pool, o
-            o, pool = serving.decode(q, k, v, a, b, pool, read_slots=slots, **common)
+            o, pool = decode(*token, pool, read_slots=slots, **common)
             return pool, o[:, None]
 
         def all_tokens(pool, tokens):
@@ -177,8 +181,10 @@ def draw(options: ServingBenchmark, line: Line) -> Problem:
         x = rng.standard_normal((batch, line.steps * line.tokens, *shape), np.float32)
         return x.astype(DTYPES[options.dtype])
 
-    channels = (HV, D) if line.gates == "channel" else (HV,)
+    channels = (HV,) if line.gates == "head" else (HV, D)
     tokens = (normal(Hk, D), normal(Hk, D), normal(HV, D), normal(*channels), normal(HV))
+    if line.gates == "erase":
+        tokens = *tokens, normal(Hk, D), normal(HV)
     A_log = np.log(rng.uniform(0.1, 16, HV)).astype(np.float32)
     dt_bias = rng.uniform(-6, -2, channels).astype(np.float32)
     states = rng.standard_normal((batch, HV, D, D), np.float32)
@@ -196,13 +202,17 @@ def _error(x: Problem, line: Line, periods: list[np.ndarray], state_layout: str)
     accepted = (np.arange(line.steps)[:, None] * line.tokens + line.accepted).ravel()
     o = np.concatenate([y[rows, accepted] for y in periods], 1)
     tokens = (y[rows, accepted].astype(np.float64) for y in x.tokens)
-    q, k, v, a, b = (np.tile(y, (1, 2, *(1,) * (y.ndim - 2))) for y in tokens)
+    q, k, v, a, b, *erasure = (np.tile(y, (1, 2, *(1,) * (y.ndim - 2))) for y in tokens)
     rate = np.exp(x.A_log.astype(np.float64)).reshape(-1, *(1,) * (x.dt_bias.ndim - 1))
     g, beta = -rate * np.logaddexp(a + x.dt_bias, 0), 1 / (1 + np.exp(-b))
     states = x.states[x.slots[rows[:, 0]]]
     options = {"use_qk_l2norm": True, "state_layout": state_layout, "initial_state": states}
+    if erasure:  # a token is two: one that decays, erases and writes no value, and one that is read
+        e, w = erasure
+        halves = (q, q), (e, k), (0 * v, v), (g, 0 * g), (1 / (1 + np.exp(-w)), beta)
+        q, k, v, g, beta = (np.stack(pair, 2).reshape(len(rows), -1, *pair[1].shape[2:]) for pair in halves)
     want, _ = oracle.forward(q, k, v, g, beta, **options)
-    return worst_ratio(want, o, 2)
+    return worst_ratio(want[:, 1::2] if erasure else want, o, 2)
 
 
 def _pool(options: ServingBenchmark, line: Line, x: Problem) -> tuple[Any, np.ndarray]:
@@ -211,10 +221,10 @@ def _pool(options: ServingBenchmark, line: Line, x: Problem) -> tuple[Any, np.nd
     if line.write > 1:
         ring: dict[str, Any] = {
             "num_key_heads": options.heads[0],
-            "length": line.write,
+            "length": line.write * (2 if line.gates == "erase" else 1),
             "dtype": DTYPES[options.dtype],
             "trees": line.drafts == "tree",
-            "channels": line.gates == "channel",
+            "channels": line.gates != "head",
         }
         return serving.make_ring_pool(states, state_layout=options.state_layout, **ring), x.slots
     if line.tokens == 1:

@@ -99,5 +99,6 @@ def test_inputs_are_those_of_the_seed():
 
 def test_a_decay_of_each_channel(capsys):
     """Its tokens are the family's, in a pool; wrong ones would not be timed."""
-    assert run(*"--gates channel --pools float32 --batches 3 --deferred 1 --tokens 1".split()) == 0
-    assert "drafts chain, gates channel: " in capsys.readouterr().err
+    assert run(*"--gates channel erase --pools float32 --batches 3 --deferred 1 --tokens 1".split()) == 0
+    err = capsys.readouterr().err
+    assert "drafts chain, gates channel: " in err and "drafts chain, gates erase: " in err
