@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from gdn_jax.layers.erase_then_delta import EraseDelta
 from gdn_jax.layers.kimi_delta_attention import KimiDelta
 from gdn_jax.models.config import (
     AttentionConfig,
@@ -156,6 +157,11 @@ PRESETS: dict[str, ModelConfig] = {
     "gated-delta-net-2-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="gated_delta_net_2"),
     "eda-small": dataclasses.replace(_RECURRENT, mixer="eda"),
     "eda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="eda"),
+    "eda-2.5b": dataclasses.replace(
+        _dense(2048, 24, 7488, 16, _qwen(8, 2), tied=False),
+        num_heads=8,
+        mixer=EraseDelta(gate_rank=128, output_gate_rank=None),
+    ),
     "gated-delta-product-small": dataclasses.replace(
         _RECURRENT, mixer="gated_delta_product", allow_neg_eigval=True
     ),
@@ -163,6 +169,7 @@ PRESETS: dict[str, ModelConfig] = {
 """Model configurations by name, in float32: `dataclasses.replace(config, dtype=..., weight_dtype=...)` for others.
 
 Source: the configurations of transformers (Qwen3-Next, Qwen3.5-9B and 35B-A3B, OLMo-Hybrid), of torchtitan (the
-other Qwen3.5 models) and of released checkpoints (Kimi-Linear-48B-A3B, Ling-3.0-tiny). Those of the other mixers
-are this project's, with the sizes of its Gated DeltaNets.
+other Qwen3.5 models) and of released checkpoints (Kimi-Linear-48B-A3B, Ling-3.0-tiny). "eda-2.5b" is the dense model
+of Erase-then-Delta Attention (arXiv 2606.26560): its sizes, and of what is not said there what gives its 2.5295B
+parameters. Those of the other mixers are this project's, with the sizes of its Gated DeltaNets.
 """

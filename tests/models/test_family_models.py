@@ -232,6 +232,11 @@ def test_info(preset, capsys):
         assert 3.5e8 < sum(parameters(PRESETS[preset]).values()) < 4.6e8
 
 
+def test_the_size_of_a_published_model():
+    """The dense model of Erase-then-Delta Attention has the number of parameters that its paper says."""
+    assert round(sum(parameters(PRESETS["eda-2.5b"]).values()), -5) == 2_529_500_000
+
+
 def test_parameters_on_a_mesh():
     """Projections to heads are split over them, the narrow factors between are whole."""
     config = small("gated_delta_net_2", num_heads=4)
