@@ -89,6 +89,8 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
         MIXER, gate=mixer.gate, lower_bound=mixer.lower_bound
     ):
         raise NotImplementedError(f"mixer: Ling has a KimiDelta with gates of full rank, got {mixer!r}")
+    if mixer.gate == "exponential":
+        raise NotImplementedError(f"mixer: Ling has the gate 'softplus' or 'lower_bound', got {mixer.gate!r}")
     fields = kda_decoder.own_fields(config, "Ling")
     a = config.attention
     own.check_like(a, "Ling", {"head_gate": True})

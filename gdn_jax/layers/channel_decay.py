@@ -4,6 +4,7 @@
 f    = x Wf1 Wf2, or x Wf
 g    = -exp(A_log) softplus(f + dt_bias)                      gate "softplus"
 g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          gate "lower_bound"
+g    = lower_bound (1 - exp(exp(A_log) softplus(f + dt_bias) / lower_bound))        gate "exponential"
 o    = delta_rule(q, k, v, g, ...)                            strengths as the layer's own file says
 y    = (RMSNorm(o) * sigmoid(x Wg1 Wg2, or x Wg)) Wo          the norm over each head
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.gates import MAX_RATE, init_A_log, init_dt_bias
+from gdn_jax.gates import MAX_RATE, channel_log_decay, init_A_log, init_dt_bias
 from gdn_jax.layers import blocks
 from gdn_jax.layers.mixer import (
     MixerConfig,
@@ -38,7 +39,8 @@ from gdn_jax.parts.short_conv import KeyHeads
 from gdn_jax.rule.ops import delta_step
 from gdn_jax.shapes import ArgumentError, check_choice
 
-GATES = ("softplus", "lower_bound")
+GATES = {"softplus": None, "lower_bound": "sigmoid", "exponential": "exponential"}
+"""Gates of the decay, and how each comes to the lower bound, see `channel_log_decay`; None: it has none."""
 HEAD_DIM = "head_dim"
 """The rank of a projection that is as wide between its two factors as a head, as in released models."""
 LEAST_RATE = 1.0
@@ -72,7 +74,7 @@ def check_gates(
     *, gate: str, lower_bound: float, gate_rank: int | str | None, output_gate_rank: int | str | None
 ) -> None:
     """Raises ValueError for the first option of the gates that no layer can have."""
-    check_choice("gate", gate, GATES)
+    check_choice("gate", gate, tuple(GATES))
     if not -float("inf") < lower_bound < 0:
         raise ArgumentError("lower_bound", "a number below 0", lower_bound)
     for name, rank in (("gate_rank", gate_rank), ("output_gate_rank", output_gate_rank)):
@@ -105,8 +107,9 @@ class ChannelDecayMixer(RecurrentMixer):
     A layer says what its strengths are, by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
 
     Args: as for `GatedDeltaNet` but rule and use_gate, and
-      gate: of the decay, see the module docstring. The bounded gate is no clamped form of the other.
-      lower_bound: the strongest log decay of a token with the gate "lower_bound", below 0.
+      gate: of the decay, see the module docstring. The bounded gates are no clamped forms of the other. The gate
+        "exponential" is one of plain JAX, and no layer but `EraseThenDelta` can be served with it.
+      lower_bound: the strongest log decay of a token with a bounded gate, below 0.
       gate_rank: width between the two factors of the decay's projection, "head_dim" for that of a head; None: one
         projection of full rank.
       output_gate_rank: the same for the output gate.
@@ -148,7 +151,8 @@ class ChannelDecayMixer(RecurrentMixer):
         check_gates(
             gate=gate, lower_bound=lower_bound, gate_rank=gate_rank, output_gate_rank=output_gate_rank
         )
-        self.lower_bound = lower_bound if gate == "lower_bound" else None
+        self.bound = GATES[gate] or "sigmoid"
+        self.lower_bound = None if GATES[gate] is None else lower_bound
         super().__init__(hidden_size, num_heads, num_v_heads, head_dim, expand_v, allow_neg_eigval, **common)
         if output_gate_bias:
             last = self.factors("g")[-1]
@@ -184,7 +188,7 @@ class ChannelDecayMixer(RecurrentMixer):
     @property
     def can_be_served(self) -> bool:
         """See `RecurrentMixer.can_be_served`."""
-        return self.use_short_conv
+        return self.use_short_conv and self.bound == "sigmoid"
 
     def factors(self, name: str) -> list[Any]:
         """The projections to the decay, "f", or to the output gate, "g", one behind the other."""
@@ -234,7 +238,11 @@ class ChannelDecayMixer(RecurrentMixer):
     ) -> tuple[Array, Array | None, Array | None, Array | None]:
         """See `RecurrentMixer.gates`."""
         A_log = None if self.A_log is None else self.A_log[...]
-        g = channel_gates(a, A_log, self.dt_bias[...], self.lower_bound, implementation=self.implementation)
+        arrays = a, A_log, self.dt_bias[...], self.lower_bound
+        if self.bound == "sigmoid":
+            g = channel_gates(*arrays, implementation=self.implementation)
+        else:
+            g = channel_log_decay(*arrays, bound=self.bound)
         return g, *self.strengths(b, w)
 
     def rule_inputs(
@@ -316,7 +324,6 @@ class ChannelMixer(MixerConfig):
 
     def start(self, config: Any, time_step: float) -> Start | None:
         """See `MixerConfig.start`."""
-        rate = -self.lower_bound if self.gate == "lower_bound" else (LEAST_RATE + MAX_RATE) / 2
-        if self.gate == "softplus" and not self.use_A_log:
-            rate = 1.0
+        rates = {"lower_bound": -self.lower_bound, "exponential": 1.0}
+        rate = rates.get(self.gate, (LEAST_RATE + MAX_RATE) / 2 if self.use_A_log else 1.0)
         return Start(decay_at_start(time_step, rate), strength_at_start(config))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from gdn_jax.gates import channel_log_decay, l2norm, write_strength
+from gdn_jax.gates import l2norm, write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelInputs, ChannelMixer, FirstFactors
-from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start, decay_at_start
+from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start
 from gdn_jax.layers.options import check_positive, value_width
 from gdn_jax.parallel.token_shards import erase_then_delta_on_mesh
 from gdn_jax.rule.erase_then_delta import erase_then_delta_step
@@ -30,11 +30,9 @@ class EraseThenDelta(ChannelDecayMixer):
         gamma = sigmoid(x Ww + c)
         beta  = sigmoid(x Wb + c), doubled with allow_neg_eigval
 
-    What makes q, k, v, g and y is in `layers.channel_decay`, but for the gate "lower_bound", which comes to its bound
-    exponentially here: `channel_log_decay(..., bound="exponential")`. A token costs two of `KimiDeltaAttention` in
-    whole rows.
+    What makes q, k, v, g and y is in `layers.channel_decay`. A token costs two of `KimiDeltaAttention` in whole rows.
 
-    Args: as for `ChannelDecayMixer`, with the gate "lower_bound" by default, and
+    Args: as for `ChannelDecayMixer`, with the gate "exponential" by default, and
       erase_rank: width of a head between the two factors of the erase key's projection.
 
     Parameters: as in `ChannelDecayMixer`, and b_proj and w_proj [hidden_size, num_v_heads], whose biases c there are
@@ -57,7 +55,7 @@ class EraseThenDelta(ChannelDecayMixer):
         num_v_heads: int | None = None,
         head_dim: int = 128,
         *,
-        gate: str = "lower_bound",
+        gate: str = "exponential",
         erase_rank: int = RANK,
         **options: Any,
     ):
@@ -85,13 +83,10 @@ class EraseThenDelta(ChannelDecayMixer):
         assert w is not None
         return write_strength(b, allow_neg_eigval=self.allow_neg_eigval), write_strength(w), None
 
-    def gates(
-        self, a: Array, b: Array, w: Array | None
-    ) -> tuple[Array, Array | None, Array | None, Array | None]:
-        """See `RecurrentMixer.gates`."""
-        A_log = None if self.A_log is None else self.A_log[...]
-        g = channel_log_decay(a, A_log, self.dt_bias[...], self.lower_bound, bound="exponential")
-        return g, *self.strengths(b, w)
+    @property
+    def can_be_served(self) -> bool:
+        """See `RecurrentMixer.can_be_served`: with every gate."""
+        return self.use_short_conv
 
     def rule_inputs(
         self,
@@ -144,7 +139,7 @@ class EraseDelta(ChannelMixer):
 
     name: ClassVar = "eda"
     layer: ClassVar = EraseThenDelta
-    gate: str = "lower_bound"
+    gate: str = "exponential"
     erase_rank: int = RANK
 
     def __post_init__(self):
@@ -163,12 +158,11 @@ class EraseDelta(ChannelMixer):
         )
 
     def start(self, config: Any, time_step: float) -> Start | None:
-        """See `MixerConfig.start`: what both keys erase, as one strength. The bounded gate has a rate of 1."""
+        """See `MixerConfig.start`: what both keys erase, as one strength."""
         start = super().start(config, time_step)
         if start is None:
             return None
-        g = decay_at_start(time_step, 1.0) if self.gate == "lower_bound" else start.g
-        return Start(g, start.beta + (0.5 if config.write_start is None else config.write_start))
+        return Start(start.g, start.beta + (0.5 if config.write_start is None else config.write_start))
 
 
 MIXERS: dict[str, MixerConfig] = {"eda": EraseDelta(style=Style(PLUM, "D", "full", (0, (3, 1, 1, 1)), "EDA"))}

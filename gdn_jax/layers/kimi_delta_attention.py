@@ -64,4 +64,7 @@ MIXERS: dict[str, MixerConfig] = {
     "kda_lower_bound": KimiDelta(
         gate="lower_bound", style=Style(ROSE, "8", "none", (0, (5, 1)), "KDA, bounded gate")
     ),
+    "kda_exponential": KimiDelta(
+        gate="exponential", style=Style(ROSE, "H", "full", (0, (1, 2)), "KDA, EDA's gate")
+    ),
 }

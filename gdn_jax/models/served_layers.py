@@ -242,6 +242,9 @@ class Erasing(Recurrent):
         )
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
+    def _options(self, mixer: Any) -> dict[str, Any]:
+        return super()._options(mixer) | {"bound": mixer.bound}
+
     def _erasure(self, mixer: Any, x: Float[Array, "B T D"]) -> tuple[Any, Any, Any, Any]:
         """a, b, the erase keys and w of tokens, as `serving.erase_then_delta_verify` takes them."""
         a, b, w = mixer.raw_gates(x)

@@ -111,6 +111,7 @@ def erase_then_delta_verify(
     A_log: Float[Array, " HO"] | None,
     dt_bias: Float[Array, " HO"] | Float[Array, "HO K"],
     lower_bound: float | None = None,
+    bound: str = "exponential",
     state_slots: Indices,
     num_accepted_tokens: Indices,
     num_tokens: Indices | None = None,
@@ -120,7 +121,7 @@ def erase_then_delta_verify(
 ) -> tuple[Float[Array, "N T HO V"], Arrays]:
     """`verify` of `gdn_jax.erase_then_delta_rule`: some tokens of every request. The pool is donated.
 
-        g = channel_log_decay(a, A_log, dt_bias, lower_bound, bound="exponential")
+        g = channel_log_decay(a, A_log, dt_bias, lower_bound, bound=bound)
         beta = sigmoid(b);   gamma = sigmoid(w)
         S <- Diag(exp(g)) S;   S <- S - gamma e (S^T e)^T;   u = beta (v - S^T k);   S <- S + k u^T;   o = scale S^T q
 
@@ -128,7 +129,7 @@ def erase_then_delta_verify(
       q, k, v, a, b, A_log, dt_bias: as for `verify`; b has one number a head.
       erase_key: e [N, T, Hk, K] in k's dtype, normalised where q and k are.
       w: raw input of the erase strength [N, T, HO].
-      lower_bound: the bound of the exponential gate, below 0; None for the gate without one.
+      lower_bound, bound: as for `channel_log_decay`.
       pool: as for `verify`. The rings of a `RingPool` are made with `channels`, and have two entries for each token:
         a ring of 16, as the kernels take, holds 8 tokens.
       state_slots, num_accepted_tokens, num_tokens, parents: as for `verify`, in tokens.
@@ -148,7 +149,7 @@ def erase_then_delta_verify(
     dtype = accumulation_dtype(*(x for x in (a, b, w, A_log, dt_bias) if x is not None))
     per_channel = a if a.ndim == k.ndim else a[..., None]
     bias = dt_bias if dt_bias.ndim == 2 else dt_bias[:, None]
-    g = channel_log_decay(per_channel, A_log, bias, lower_bound, bound="exponential")
+    g = channel_log_decay(per_channel, A_log, bias, lower_bound, bound=bound)
     decays = jnp.maximum(jnp.log(-jnp.expm1(g)) - g, NO_DECAY)
     w = w.astype(dtype)
     if allow_neg_eigval:  # 2 sigmoid of this is sigmoid(w)

@@ -248,8 +248,8 @@ FAULTS = (
     ),
     Fault(
         "a decay without A_log starts as fast as with it",
-        'if self.gate == "softplus" and not self.use_A_log:',
-        'if self.gate == "softplus" and False:',
+        "(LEAST_RATE + MAX_RATE) / 2 if self.use_A_log else 1.0)",
+        "(LEAST_RATE + MAX_RATE) / 2)",
         "tests/models/test_family_models.py::test_analyses",
     ),
     Fault(
@@ -321,8 +321,8 @@ FAULTS = (
     ),
     Fault(
         "the bound of a gate is always -5",
-        'self.lower_bound = lower_bound if gate == "lower_bound" else None',
-        'self.lower_bound = -5.0 if gate == "lower_bound" else None',
+        "self.lower_bound = None if GATES[gate] is None else lower_bound",
+        "self.lower_bound = None if GATES[gate] is None else -5.0",
         "tests/layers/test_family_layers.py::test_against_float64[kda-bounded]",
     ),
     Fault(

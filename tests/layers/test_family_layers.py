@@ -36,9 +36,12 @@ LAYERS = {
         expand_v=1.0,
     ),
     "kda-plain": lambda: make(KimiDeltaAttention, use_A_log=False, gate_rank=3, use_short_conv=False),
+    "kda-exponential": lambda: make(KimiDeltaAttention, gate="exponential", lower_bound=BOUND),
     "gla": lambda: make(GatedLinearAttention, conv_size=2),
     "gdn-2": lambda: make(GatedDeltaNet2, allow_neg_eigval=True, write_start=0.2),
+    "gdn-2-exponential": lambda: make(GatedDeltaNet2, gate="exponential", lower_bound=BOUND),
     "eda": lambda: make(EraseThenDelta, lower_bound=BOUND, erase_rank=2, write_start=0.3),
+    "eda-bounded": lambda: make(EraseThenDelta, gate="lower_bound", lower_bound=BOUND, erase_rank=2),
     "product": lambda: make(GatedDeltaProduct, num_householder=3, write_start=0.3),
 }
 
@@ -170,7 +173,11 @@ def test_starts():
 @pytest.mark.parametrize(
     "kind, options, message",
     [
-        (KimiDeltaAttention, {"gate": "sigmoid"}, "gate: expected one of 'softplus', 'lower_bound'"),
+        (
+            KimiDeltaAttention,
+            {"gate": "sigmoid"},
+            "gate: expected one of 'softplus', 'lower_bound', 'exponential'",
+        ),
         (KimiDeltaAttention, {"lower_bound": 5.0}, "lower_bound: expected a number below 0, got 5"),
         (GatedDeltaNet2, {"gate_rank": 0}, "gate_rank: expected a positive integer, got 0"),
         (KimiDeltaAttention, {"output_gate_rank": "full"}, "output_gate_rank: expected one of"),

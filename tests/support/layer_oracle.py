@@ -69,12 +69,12 @@ def layer_oracle(layer, x, cache):
         z = low_rank(p, "f", x).reshape(T, HV, K) + p["dt_bias"]
         bounded = layer.lower_bound is not None
         g = BOUND * sigmoid(rate * z) if bounded else -rate * np.logaddexp(0, z)
+        g = BOUND * -np.expm1(rate * np.logaddexp(0, z) / BOUND) if layer.bound == "exponential" else g
         erase = doubled * sigmoid(linear(p["b_proj"], x)).reshape(T, 1, HV, -1)
         apart = "w_proj" in p and not isinstance(layer, EraseThenDelta)
         write = sigmoid(linear(p["w_proj"], x)).reshape(T, 1, HV, V) if apart else erase
         erase = 0 * erase if isinstance(layer, GatedLinearAttention) else erase
     if before := isinstance(layer, EraseThenDelta):
-        g = BOUND * -np.expm1(rate * np.logaddexp(0, z) / BOUND)
         e, gamma = (
             unit(low_rank(p, "e", x).reshape(T, H, K)),
             sigmoid(linear(p["w_proj"], x))[..., None, None],

@@ -214,6 +214,11 @@ class ChannelRows(TokenRows):
     Args: those of `RecurrentRows`.
     """
 
+    @classmethod
+    def of(cls, mixer: Any, call: Call) -> RecurrentRows:
+        """See `RecurrentRows.of`: the exponential gate has no kernels of a token."""
+        return super().of(mixer, call) if mixer.bound == "sigmoid" else RecurrentRows.of(mixer, call)
+
     def _raw_gates(self):
         m = self.mixer
         options: Any = dict(allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
