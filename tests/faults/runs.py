@@ -304,4 +304,10 @@ FAULTS = (
         "        del copy\n",
         "tests/training/test_runs.py::test_no_state_is_saved_that_cannot_take_its_next_step",
     ),
+    Fault(
+        "values outlive their scope",
+        "values = jnp.where(closes & (scopes == depth), -1, values)",
+        "values = jnp.where(closes & (scopes == -1), -1, values)",
+        "tests/training/test_scopes.py::test_scopes",
+    ),
 )

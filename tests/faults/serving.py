@@ -219,4 +219,28 @@ FAULTS = (
         "if request is None:",
         "tests/serving/test_serving_batching.py::test_a_stop_token_that_comes_again_ends_nothing",
     ),
+    Fault(
+        "accepted tokens with an erasure are counted in halves",
+        "num_accepted_tokens=2 * widened(num_accepted_tokens),",
+        "num_accepted_tokens=widened(num_accepted_tokens),",
+        "tests/serving/test_serving_erasures.py::test_rings",
+    ),
+    Fault(
+        "a state is kept between the halves of a token",
+        "state_slots = pair(-1, state_slots)",
+        "state_slots = pair(state_slots, state_slots)[:, ::-1]",
+        "tests/serving/test_serving_erasures.py::test_verify[chain]",
+    ),
+    Fault(
+        "an erase strength is doubled with the write strength",
+        "w = -jax.nn.softplus(math.log(2) - w)",
+        "w = w + 0",
+        "tests/serving/test_serving_erasures.py::test_decode[True-None]",
+    ),
+    Fault(
+        "a ring has one entry for each token with an erasure",
+        "None if ring is None else 2 * ring, capacity)",
+        "ring, capacity)",
+        "tests/serving/test_serving_erasures.py::test_rings_hold_tokens",
+    ),
 )

@@ -205,6 +205,12 @@ def test_server(ring):
         np.testing.assert_array_equal(tokens, got[number])
 
 
+def test_rings_hold_tokens():
+    """The pool of a served model has rings of two entries for each of the tokens that were asked for."""
+    shapes = jax.eval_shape(lambda: ServedModel(model()).make_pools(3, ring=4))
+    assert {layer.state.length for layer in shapes} == {8}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [None, 6])
 def test_drafts_of_a_served_model(ring):
