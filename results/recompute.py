@@ -1,6 +1,6 @@
 """Computes numbers of the pages again from the stored runs: `python results/recompute.py [--count 20] [--seed 0]`.
 
-It shares no code with the pages, and needs the standard library alone. It reads the tables of README.md, claims.md
+It shares no code with the pages, and needs the standard library alone. It reads the tables of README.md, claims/*.md
 and tasks/*.md, draws numbers of them at random, computes each from the lines of runs.jsonl, and fails if one
 differs.
 """
@@ -207,20 +207,21 @@ def of_comparison(where: str, runs: str, text: str, each: str = "", p: str = "")
         yield f"{where}, p", p.split(",")[0], tail(t, len(gains) - 1)
 
 
-def claims() -> dict[str, list[str]]:
-    """Rows of claims.md by the name of the comparison and its result."""
+def claims() -> dict[str, tuple[str, list[str]]]:
+    """Page and row of each comparison of claims/*.md, by its name and its result."""
     found = {}
-    for head, rows, _ in tables(ROOT / "claims.md"):
-        if head[:3] == ["comparison", "runs", "result"]:
-            found |= {f"{row[0]}: {row[2]}": row for row in rows}
+    for path in sorted((ROOT / "claims").glob("*.md")):
+        for head, rows, _ in tables(path):
+            if head[:3] == ["comparison", "runs", "result"]:
+                found |= {f"{row[0]}: {row[2]}": (f"claims/{path.name}", row) for row in rows}
     return found
 
 
 def of_claims() -> Checks:
-    """Numbers of claims.md, and of the cells of README.md that show the same comparisons."""
+    """Numbers of claims/*.md, and of the cells of README.md that show the same comparisons."""
     known = claims()
-    for name, runs, text, each, p, _ in known.values():
-        yield from of_comparison(f"claims.md, {name}", runs, text, each, p)
+    for page, (name, runs, text, each, p, _) in known.values():
+        yield from of_comparison(f"{page}, {name}", runs, text, each, p)
     for head, rows, _ in tables(ROOT / "README.md"):
         if "verdict" in head:
             for row in rows:
@@ -228,7 +229,7 @@ def of_claims() -> Checks:
                     cell = line.split("; rates: ")[0]
                     if cell.startswith("*"):
                         continue  # how to read a row
-                    yield from of_comparison(f"README.md, {cell.split(':')[0]}", known[cell][1], cell)
+                    yield from of_comparison(f"README.md, {cell.split(':')[0]}", known[cell][1][1], cell)
 
 
 def of_findings() -> Checks:

@@ -14,14 +14,13 @@ from results.pages.tasks import needle, parity, recall, text, words
 
 PAGES = {
     "README.md": readme.page,
-    "claims.md": evidence.page,
     "protocol.md": protocol.page,
     "tasks/needle.md": needle.page,
     "tasks/parity.md": parity.page,
     "tasks/recall.md": recall.page,
     "tasks/text.md": text.page,
     "tasks/words.md": words.page,
-}
+} | evidence.PAGES
 """Pages by their path in the results."""
 
 

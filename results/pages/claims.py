@@ -210,7 +210,7 @@ CLAIMS = (
         differs="asked past the training length, two mixers, Mamba2's decay with a free write and unit keys",
         here="\"Mamba2\" here is its decay in DeltaNet's layer: " + OWN_MAMBA + ". Within the training length the rules "
         "hardly differ. The rows with keys of 64, and Zoology's, ask for 256 pairs, four times as many as were "
-        "trained: what they measure is the subject of [finding 1](README.md#finding-1-what-mqar-measures). With keys of 16 decays begin "
+        "trained: what they measure is the subject of [finding 1](../README.md#finding-1-what-mqar-measures). With keys of 16 decays begin "
         "ten times slower than usual.",
         decided="Runs of several seeds in which Gated DeltaNet is ahead of Mamba2's decay with equal states.",
         comparisons={
@@ -280,7 +280,7 @@ CLAIMS = (
         ),
         differs=LITTLE_TEXT,
         here="Attention is in every fourth layer, over the whole row, in the form of Qwen3.5. That form differs in more than "
-        "attention: the [control](#control) has the form without it.",
+        "attention: the [control](control.md) has the form without it.",
         decided="A form without attention, of as many parameters, that reaches the loss of the hybrid.",
         comparisons={
             "30M": Comparison(

@@ -1,6 +1,8 @@
-"""claims.md: each claim with its comparisons, settings, seeds, runs, and what would decide it."""
+"""claims.md, and a page for each claim: its comparisons, settings, seeds, runs, and what would decide it."""
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 from gdn_jax.sweeps.summary import Start
 from results.pages.claims import CLAIMS, Claim
@@ -117,15 +119,19 @@ def settings(r: Numbers, claim: Claim) -> str:
         slower = o.get("time_step")
         decay = "" if slower in (None, 1.0) else f", decays {1 / slower:g} times slower at the start"
         lines.append(
-            [f"[{name}]({place.table})", model, training + decay, f"{o['seeds']}", rates, str(len(runs)),
+            [f"[{name}](../{place.table})", model, training + decay, f"{o['seeds']}", rates, str(len(runs)),
              config["versions"]["device"]]
         )  # fmt: skip
     return table(["sweep", "model", "training", "seeds", "learning rates", "runs", "device"], lines)
 
 
-def section(r: Numbers, claim: Claim) -> list[str]:
-    """One claim."""
-    blocks = [f"## {claim.id}", f"**{claim.says}** Verdict: **{r.verdict(claim)}**."]
+def page_of(r: Numbers, claim: Claim) -> str:
+    """The page of one claim."""
+    blocks = [
+        f"# {claim.says.rstrip('.')}",
+        "[Findings](../README.md), [claims](../claims.md), [protocol](../protocol.md)",
+        f"Verdict: **{r.verdict(claim)}**.",
+    ]
     if claim.source is not None:
         s = claim.source
         theirs = f" Their numbers: {s.theirs}." if s.theirs else ""
@@ -137,13 +143,14 @@ def section(r: Numbers, claim: Claim) -> list[str]:
     if claim.decided:
         blocks.append(f"*What would decide it:* {claim.decided}")
     if claim.comparisons:
-        blocks += [rows(r, claim), settings(r, claim)]
+        blocks += ["## Comparisons", rows(r, claim), "## Runs", settings(r, claim)]
+    blocks += [of_parity(r)] if claim.id == "parity" else []
     if claim.figure:
         name, shown = claim.figure
-        blocks.append(f"![{shown}](figures/{name}.png)")
+        blocks.append(f"![{shown}](../figures/{name}.png)")
     if claim.task:
-        blocks.append(f"All tables, and how to repeat them: [{claim.task}](tasks/{claim.task}.md).")
-    return blocks
+        blocks.append(f"All tables, and how to repeat them: [{claim.task}](../tasks/{claim.task}.md).")
+    return joined(blocks)
 
 
 def of_parity(r: Numbers) -> str:
@@ -161,19 +168,31 @@ def of_parity(r: Numbers) -> str:
 
 
 def page(r: Numbers) -> str:
-    """The page."""
-    blocks = [
-        "# Claims, one by one",
-        "[Findings](README.md), [protocol](protocol.md)",
-        prose("""
-        Each section has one claim: what the paper ran, what we ran, every gain, and what would decide it. A
-        gain is what the favoured rule, named first, has more than the other with the same seed, in points of
-        accuracy or in bits per byte; ± is half of the 95 % t interval. "Learning rate of each arm" says which
-        of the rates tried was chosen: at an edge of its grid a rate outside might be better.
-        """),
+    """The list of all claims."""
+    lines = [
+        [
+            f"[{claim.says}](claims/{claim.id}.md)",
+            r.verdict(claim),
+            claim.source.paper if claim.source else "our own",
+        ]
+        for claim in (*CLAIMS, *OWN)
     ]
-    for claim in (*CLAIMS, *OWN):
-        blocks += section(r, claim)
-        if claim.id == "parity":
-            blocks.append(of_parity(r))
-    return joined(blocks)
+    return joined(
+        [
+            "# Claims, one by one",
+            "[Findings](README.md), [protocol](protocol.md)",
+            prose("""
+            Each claim has a page: what the paper ran, what we ran, every gain, and what would decide it. A gain
+            is what the favoured rule, named first, has more than the other with the same seed, in points of
+            accuracy or in bits per byte; ± is half of the 95 % t interval. "Learning rate of each arm" says
+            which of the rates tried was chosen: at an edge of its grid a rate outside might be better.
+            """),
+            table(["claim", "verdict", "source"], lines),
+        ]
+    )
+
+
+PAGES: dict[str, Callable[[Numbers], str]] = {"claims.md": page} | {
+    f"claims/{claim.id}.md": partial(page_of, claim=claim) for claim in (*CLAIMS, *OWN)
+}
+"""The pages by their path in the results."""

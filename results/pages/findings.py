@@ -353,7 +353,7 @@ def edges(r: Numbers, comparison: Compared) -> str:
 
 def own_table(r: Numbers, claims: list[Claim]) -> str:
     """Questions of our own, in the cells of the table of reproductions."""
-    lines = [[f"[{x.says}](claims.md#{x.id})", f"**{r.verdict(x)}**", cells(r, x)] for x in claims]
+    lines = [[f"[{x.says}](claims/{x.id}.md)", f"**{r.verdict(x)}**", cells(r, x)] for x in claims]
     return table(["question", "verdict", "here"], lines)
 
 

@@ -71,7 +71,7 @@ def statistics(r: Numbers) -> list[str]:
 
         **Grids of learning rates.** Of {one + edge + inside} cells (a sweep, mixer, size and start) {one}
         tried one rate, {edge} chose an edge of their grid, and {inside} bracket their optimum. An edge means
-        that a rate outside might change the order. [The page of claims](claims.md) names the edge of every
+        that a rate outside might change the order. [The pages of claims](claims.md) name the edge of every
         arm.
 
         **Curves.** The full presets keep a learning curve of every run except for text, whose loss falls from

@@ -123,7 +123,7 @@ OWN = (
         differs="",
         here="Keys of 64 numbers, asked for four times the pairs of training. Every run has nearly all of the 64 pairs that "
         "were trained, so the comparison cannot show a difference there, and past it see "
-        "[finding 1](README.md#finding-1-what-mqar-measures). The learning rate of 0.003 was not run.",
+        "[finding 1](../README.md#finding-1-what-mqar-measures). The learning rate of 0.003 was not run.",
         decided="",
         comparisons={
             "DeltaNet": Comparison(

@@ -49,11 +49,11 @@ def reproductions(r: Numbers) -> list[str]:
         if claim.comparisons and claim.source is not None:
             s = claim.source
             theirs = f": {s.theirs}" if s.theirs else ""
-            said, source = f"[{claim.says}](claims.md#{claim.id})", f"[{s.paper}]({s.url}), {s.where}{theirs}"
+            said, source = f"[{claim.says}](claims/{claim.id}.md)", f"[{s.paper}]({s.url}), {s.where}{theirs}"
             rows.append([said, f"**{r.verdict(claim)}**", cells(r, claim), source])
     control = claim_of("control")
     untested = "; ".join(
-        f"[{x.says.rstrip('.')}](claims.md#{x.id}) ({x.source.paper}, {x.source.where}: {x.source.theirs})"
+        f"[{x.says.rstrip('.')}](claims/{x.id}.md) ({x.source.paper}, {x.source.where}: {x.source.theirs})"
         for x in CLAIMS
         if not x.comparisons and x.source is not None
     )
