@@ -3,10 +3,11 @@
     python -m results.kept_models FILE FOLDER..
 
 FOLDER is of a sweep; a run whose weights are there becomes an entry of FILE: of every change the accuracy by the
-place of the pair, in eighths. A model of Zoology's size takes about three minutes on two CPU cores. The changes:
+place of the pair, in eighths. A model of Zoology's size takes some minutes on two CPU cores. The changes:
 
     writes       the write strengths of the first mixer, or of the second one, halved or doubled
-    frozen       the first mixer's state is kept as it is after some pairs: nothing is written or forgotten from there
+    frozen       the first mixer's state is kept as it is after the pairs of training, to the end or to the questions:
+                 nothing is written or forgotten there
     in front     64 pairs are written and asked, after other pairs or after fill, which is any values
 
 Pairs are asked in the order of the training ("gaps") or in one that does not depend on their place ("shuffled").
@@ -32,12 +33,12 @@ from gdn_jax.sweeps import grid, report, weights
 from gdn_jax.training.runs import RunFolder
 from gdn_jax.training.tasks import recall
 
-ROWS, TOGETHER = 128, 4
+ROWS, TOGETHER = 64, 4
+FILE = Path(__file__).parent / "recall/first_mixer/kept.json"
 PAIRS, LENGTH = 256, 1024
 TRAINED, TRAINED_LENGTH = 64, 256
 FACTORS = (0.5, 2.0)
-FROZEN_AFTER = (32, 64, 128)
-PAIRS_IN_FRONT, FILL_IN_FRONT = (16, 32, 64, 128, 192), (64, 128, 256, 512)
+PAIRS_IN_FRONT, FILL_IN_FRONT = (32, 64, 128, 192), (64, 128, 256, 512)
 
 
 class Rows(NamedTuple):
@@ -49,17 +50,19 @@ class Rows(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Factors of the write strengths of both mixers, and the token from which on the first one's state is kept."""
+    """Factors of the write strengths of both mixers, and the tokens over which the first one's state is kept."""
 
     first: float = 1.0
     second: float = 1.0
-    frozen_from: int = 2**30
+    frozen_from: int = 0
+    frozen_to: int = 0
 
     def change(self, layer: int, g: Array, beta: Array) -> tuple[Array, Array]:
         """The gates of a layer, as `analysis.logits_with_gates` asks for them."""
         beta = jnp.where(layer == 0, self.first, self.second) * beta
-        on = (layer > 0) | (jnp.arange(beta.shape[1])[:, None] < self.frozen_from)
-        return jnp.where(on, g, 0), jnp.where(on, beta, 0)
+        token = jnp.arange(beta.shape[1])[:, None]
+        frozen = (layer == 0) & (token >= self.frozen_from) & (token < self.frozen_to)
+        return jnp.where(frozen, 0, g), jnp.where(frozen, 0, beta)
 
 
 def rows_of(o: recall.RecallOptions, pairs: int, length: int, shuffled: bool) -> Rows:
@@ -95,9 +98,12 @@ def changes(o: recall.RecallOptions) -> Iterator[tuple[str, Rows, Gates]]:
         yield f"{order}, as trained", rows, Gates()
         for factor in FACTORS:
             yield f"{order}, first mixer's writes times {factor:g}", rows, Gates(first=factor)
-            yield f"{order}, second mixer's writes times {factor:g}", rows, Gates(second=factor)
-        for pairs in FROZEN_AFTER:
-            yield f"{order}, first mixer frozen after {pairs} pairs", rows, Gates(frozen_from=2 * pairs)
+        if order == "gaps":
+            for factor in FACTORS:
+                yield f"{order}, second mixer's writes times {factor:g}", rows, Gates(second=factor)
+            for to, end in (("the end", LENGTH), ("the questions", 2 * PAIRS)):
+                name = f"{order}, first mixer frozen after {TRAINED} pairs to {to}"
+                yield name, rows, Gates(frozen_from=2 * TRAINED, frozen_to=end)
     rows = rows_of(o, TRAINED, TRAINED_LENGTH, False)
     yield f"{TRAINED} pairs", rows, Gates()
     for pairs in PAIRS_IN_FRONT:

@@ -241,6 +241,9 @@ def of_findings() -> Checks:
         if head[1].startswith("loss"):
             for row in rows:
                 yield from of_first_mixer(*row)
+        if head[0] in ("change", "in front"):
+            for row in rows:
+                yield from of_kept(head, row)
         for row in rows if head[1] in ("recalled of 64", "30M") else ():
             for title, cell in zip(head[1:], row[1:], strict=True):
                 if head[1] == "30M":
@@ -259,14 +262,21 @@ def of_findings() -> Checks:
                     yield where, printed, int(size) * run["test_accuracy"][size]
 
 
+PLACES = {
+    "two": ("two*", 2),
+    "two, random order": ("shuffled*", 2),
+    "two, keys of 32": ("keys_32", 1),
+    "two, keys of 128": ("keys_128*", 4),
+    "one": ("one*", 2),
+}
+"""Sweeps of recall/place and their scale, by the first cell of a row."""
+
+
 def of_places(mixers: str, rule: str, rate: str, trained: str, recalled: str, eighths: str) -> Checks:
     """A row of the table of accuracy by place."""
     where = f"README.md, finding 1, by place, {mixers}, {rule}, {rate}"
-    runs = [
-        run
-        for run in runs_of("recall/place/two*" if mixers == "two" else "recall/place/one", NAMES[rule], 2)
-        if run["lr"] == float(rate)
-    ]
+    sweep, scale = PLACES[mixers]
+    runs = [run for run in runs_of(f"recall/place/{sweep}", NAMES[rule], scale) if run["lr"] == float(rate)]
     of_64 = sorted(score(run, "64") for run in runs)
     for said, value in zip(trained.split(" to "), (of_64[0], of_64[-1]), strict=True):
         yield f"{where}, 64 pairs", said, value
@@ -289,6 +299,36 @@ def of_first_mixer(rule: str, losses: str, *recalled: str) -> Checks:
         for run, said in zip(runs, numbers(cell), strict=True):
             where = f"README.md, finding 1, first mixer, {rule}, writes times {factor}, seed {run['seed']}"
             yield where, said, 32 * sum(run["place"][factor]) / len(run["place"][factor])
+
+
+CHANGES = {
+    "writes halved": "writes times 0.5",
+    "writes doubled": "writes times 2",
+    "'s state kept from pair 65": " frozen after 64 pairs",
+}
+
+
+def of_kept(head: list[str], row: list[str]) -> Checks:
+    """A row of the tables of the models whose weights were kept."""
+    found = {}
+    for run in json.loads((ROOT / "recall/first_mixer/kept.json").read_text())["runs"]:
+        found[run["mixer"]] = run["places"]
+    if head[0] == "in front":
+        n, _, what = row[0].partition(" ")
+        name = {"": "64 pairs", "pairs": f"64 pairs after {n} others"}.get(what, f"64 pairs after {n} {what}")
+    else:
+        name = row[0]
+        for words, stored in CHANGES.items():
+            name = name.replace(words, stored)
+        name = "shuffled, as trained" if "random order" in name else f"gaps, {name}"
+    for title, cell in zip(head[1:], row[1:], strict=True):
+        rule, _, what = title.partition(": ")
+        where, places = f"README.md, finding 1, {row[0]}, {title}", found[NAMES[rule]][name]
+        if what.startswith("of "):
+            yield where, cell, int(what.removeprefix("of ")) * statistics.fmean(places)
+            continue
+        for i, (said, part) in enumerate(zip(numbers(cell), places, strict=True)):
+            yield f"{where}, eighth {i + 1}", said, 100 * part
 
 
 def of_tasks() -> Checks:

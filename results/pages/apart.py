@@ -5,44 +5,55 @@ from typing import Any
 from gdn_jax.commands.tables import markdown
 from gdn_jax.sweeps import summary
 from gdn_jax.sweeps.summary import About, Row, Start
-from results.erase_and_write import ERASE_STARTS
+from gdn_jax.training import mixers
+from results import erase_and_write
 
 SWEEP = "recall/apart"
 
 
 def is_own(config: dict[str, Any]) -> bool:
     """Whether a sweep has mixers of `results.erase_and_write`."""
-    return not ERASE_STARTS.keys().isdisjoint(config["options"]["mixers"])
+    return not erase_and_write.MIXERS.keys().isdisjoint(config["options"]["mixers"])
 
 
-def rows(config: dict[str, Any], lines: list[dict[str, Any]]) -> list[Row]:
-    """A row for each start of erasing and of writing."""
+def rows(config: dict[str, Any], lines: list[dict[str, Any]], lr: float) -> list[Row]:
+    """A row for each mixer and each start of its writes, at a learning rate."""
     starts = [Start(x) for x in config["options"]["write_starts"]]
-    return summary.rows(lines, config["options"]["mixers"], (1,), About.stored(config).metric, starts)
+    at_rate = [line for line in lines if line["lr"] == lr]
+    return summary.rows(at_rate, config["options"]["mixers"], (1,), About.stored(config).metric, starts)
 
 
 def make_table(config: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     """Makes table.md: means over all seeds, because whether a model learns is the question."""
-    about, o, found = About.stored(config), config["options"], rows(config, lines)
-    sizes = [*found[0].scores]
+    about, o = About.stored(config), config["options"]
+    found = [(lr, row) for lr in o["lrs"] for row in rows(config, lines, lr)]
+    sizes = [*found[0][1].scores]
     cells = [
         [
-            f"{ERASE_STARTS[row.mixer]:g}",
+            _name(row.mixer),
             f"{row.start.write_start:g}",
+            f"{lr:g}",
             row.k_of_n(about.answers),
             *(summary.mean_of([about.factor * x for x in row.scores[n]], about.digits) for n in sizes),
         ]
-        for row in found
+        for lr, row in found
     ]
-    heads = ["erasing starts at", "writing starts at", "learned", *(f"{n} {about.axis}" for n in sizes)]
+    heads = ["mixer", "writing starts at", "learning rate", "learned", *(f"{n} {about.axis}" for n in sizes)]
     seconds = sum(line["wall"]["seconds"] for line in lines)
     blocks = [
-        f"# {config['task']}, DeltaNet with a gate for erasing and one for writing: {about.summary}",
+        f"# {config['task']}, DeltaNet with a change: {about.summary}",
         f"{about.label[0].upper()}{about.label[1:]} in %, mean and 95 % t interval over all {o['seeds']} seeds, "
-        f"{o['first_seed']} and the following, at the learning rate {o['lrs'][0]:g}.",
+        f"{o['first_seed']} and the following.",
         markdown(heads, cells),
-        f"{lines[0]['parameters']} parameters in every model; {o['steps']} steps of {o['batch_size']} sequences.",
+        f"Parameters: {', '.join(str(x) for x in sorted({line['parameters'] for line in lines}))}; "
+        f"{o['steps']} steps of {o['batch_size']} sequences; keys of {o['head_dim']} numbers.",
         f"`{config['command']}` on {config['versions']['device']}, jax {config['versions']['jax']}: "
         f"{len(lines)} runs, whose seconds add up to {seconds:.0f}.",
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _name(mixer: str) -> str:
+    """A mixer in words."""
+    own = erase_and_write.MIXERS.get(mixer)
+    return mixers.MIXERS[mixer].label if own is None else own.style.label

@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gdn_jax.commands.files import replacing
-from gdn_jax.styles import BLUE, GREY, VERMILION
+from gdn_jax.styles import BLUE, GREEN, GREY, ORANGE, SKY, VERMILION
 from gdn_jax.sweeps import figure
 from gdn_jax.sweeps.figure import Panel
 from gdn_jax.sweeps.report import stored_options, trained_size
 from gdn_jax.sweeps.summary import Row
 from results.erase_and_write import ERASE_STARTS
-from results.pages import apart
+from results.pages import apart, first_mixer
 from results.pages.numbers import Numbers
 from results.pages.stored import Arm
 
@@ -81,7 +81,7 @@ def mqar(r: Numbers, path: Path) -> None:
 def place(r: Numbers, path: Path) -> None:
     """Accuracy at 256 pairs by the place of the pair as written, with two mixers and with one."""
     panels = []
-    for sweep, title, lrs in (("two*", "two mixers", (0.0032, 0.01)), ("one", "one mixer", (0.01, 0.032))):
+    for sweep, title, lrs in (("two*", "two mixers", (0.0032, 0.01)), ("one*", "one mixer", (0.01, 0.032))):
         for lr in lrs:
             curves: dict[str, dict[int, list[float]]] = {}
             for line in r.lines(f"recall/place/{sweep}"):
@@ -99,6 +99,45 @@ def place(r: Numbers, path: Path) -> None:
         caption="Zoology's MQAR, keys of 64 numbers, trained on 4 to 64 pairs, asked for 256, in eighths of the pairs as "
         f"written, three seeds. {ONE_SEED}",
     )
+
+
+def changed_mixers(r: Numbers, path: Path) -> None:
+    """Accuracy by place of two models where a mixer's writes are changed, and what is recalled after other things."""
+    drawn = Figure(figsize=(10.2, 4.4), dpi=200, layout="constrained")
+    grid = drawn.subplots(1, 3, sharey=True)
+    lines = {
+        "as trained": dict(color="black", lw=2.2),
+        "first mixer's writes halved": dict(color=BLUE, marker="o"),
+        "first mixer's writes doubled": dict(color=VERMILION, marker="s"),
+        first_mixer.KEPT: dict(color=GREEN, marker="^", ls="-."),
+        "second mixer's writes halved": dict(color=SKY, ls="--"),
+        "second mixer's writes doubled": dict(color=ORANGE, ls="--"),
+    }
+    places = first_mixer.kept(r)
+    for axes, rule in zip(grid, first_mixer.LARGE, strict=False):
+        for words, look in lines.items():
+            part = places[rule][first_mixer.CHANGES[words]]
+            axes.plot(range(1, 9), [100 * x for x in part], ms=4, label=words, **look)
+        axes.set_title(f"{first_mixer.NAMES[rule]}, trained on two eighths", fontsize=9.5)
+        axes.set_xticks(range(1, 9))
+        axes.set_xlabel("eighth of 256 pairs, as written")
+        _plain(axes)
+    for rule, marker in zip(first_mixer.LARGE, "^o", strict=True):
+        for what, ls in zip(first_mixer.IN_FRONT, ("-", ":"), strict=True):
+            found = first_mixer.in_front(places[rule], what)
+            tokens = [n * (2 if what == "pairs" else 1) for n in found]
+            look = dict(color="black" if marker == "^" else GREY, ls=ls, marker=marker, ms=4)
+            label = f"{first_mixer.NAMES[rule]}, {'other pairs' if what == 'pairs' else 'fill'}"
+            grid[2].plot(tokens, [100 * x for x in found.values()], label=label, **look)
+    grid[2].set_title("64 pairs after something else", fontsize=9.5)
+    grid[2].set_xlabel("tokens in front")
+    grid[2].legend(fontsize=7.5, loc=(0.4, 0.3))
+    _plain(grid[2])
+    grid[0].set_ylabel("recalled, %")
+    drawn.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    drawn.suptitle("Models of two mixers stop where the first one's state says so", fontsize=11)
+    with replacing(path) as file:
+        drawn.savefig(file, format="png")
 
 
 def recall(r: Numbers, path: Path) -> None:
@@ -124,7 +163,9 @@ def recall(r: Numbers, path: Path) -> None:
 def erase_and_write(r: Numbers, path: Path) -> None:
     """Learning curves of the four starts of erasing and writing, and what each seed recalls in the end."""
     config, lines = r.folder(apart.SWEEP)
-    found = {(ERASE_STARTS[row.mixer], row.start.write_start): row for row in apart.rows(config, lines)}
+    found = {
+        (ERASE_STARTS[row.mixer], row.start.write_start): row for row in apart.rows(config, lines, 0.001)
+    }
     starts = sorted({start for start, _ in found})
     drawn = Figure(figsize=(9.6, 5.4), dpi=200, layout="constrained")
     grid = drawn.subplots(2, 3, sharey=True, width_ratios=[1, 1, 0.9])
@@ -303,6 +344,7 @@ def rates(r: Numbers, path: Path) -> None:
 DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
     "figures/mqar.png": mqar,
     "figures/place.png": place,
+    "figures/first_mixer.png": changed_mixers,
     "figures/recall.png": recall,
     "recall/apart/figure.png": erase_and_write,
     "figures/text.png": text,

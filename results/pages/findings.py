@@ -1,10 +1,10 @@
 """The sections of our own findings: question, figure, what was done, result, what would refute it."""
 
-import json
 import statistics
 
 from results.pages.claims import Claim
 from results.pages.evidence import Compared, result
+from results.pages.first_mixer import first_mixer
 from results.pages.markdown import prose, table
 from results.pages.numbers import Numbers, half_life
 from results.pages.questions import OWN
@@ -68,6 +68,16 @@ def finding_1(r: Numbers) -> list[str]:
     ]
 
 
+PLACES = {
+    "two*": "two",
+    "shuffled*": "two, random order",
+    "keys_32": "two, keys of 32",
+    "keys_128*": "two, keys of 128",
+    "one*": "one",
+}
+"""Mixers of a model, and what else is not as in Zoology's setting with keys of 64, by the sweeps of `recall/place`."""
+
+
 def by_place(r: Numbers, sweep: str, mixer: str, lr: float) -> list[list[float]]:
     """Accuracy at 256 pairs in % of each seed, by eighths of the pairs as written."""
     lines = [x for x in r.lines(f"recall/place/{sweep}") if (x["mixer"], x["lr"]) == (mixer, lr)]
@@ -79,7 +89,7 @@ def accuracy_by_place(r: Numbers) -> list[str]:
         zip(WITH_STATE, ("linear attention", "Mamba2's decay", "DeltaNet", "Gated DeltaNet"), strict=True)
     )
     rows, later, nearly, first = [], [], [], []
-    for sweep, mixers in (("two*", "two"), ("one", "one")):
+    for sweep, mixers in PLACES.items():
         lines = r.lines(f"recall/place/{sweep}")
         for mixer in (name for name in names if any(line["mixer"] == name for line in lines)):
             for lr in sorted({line["lr"] for line in lines if line["mixer"] == mixer}):
@@ -93,7 +103,7 @@ def accuracy_by_place(r: Numbers) -> list[str]:
                 rows.append([mixers, names[mixer], f"{lr:g}", learned, numbers, means])
                 if mixers == "one":
                     nearly += [max(part) - min(part) for part in parts]
-                elif mixer != "mamba2":
+                elif mixers == "two" and mixer != "mamba2":
                     first += [part[0] for part in parts]
                     later += [x for part in parts for x in part[4:]]
     decay = sorted(by_place(r, "two*", "mamba2", 0.0032), key=lambda part: part[-1])
@@ -142,56 +152,6 @@ def accuracy_by_place(r: Numbers) -> list[str]:
 
         *What would refute it.* Accuracy by place that is flat in models of two mixers of the delta rules with
         other seeds, or a gap that stays after training on 256 pairs.
-        """),
-    ]
-
-
-def first_mixer(r: Numbers) -> list[str]:
-    """The intervention: pairs recalled where the first mixer writes more or less than it has learned to."""
-    found = json.loads((r.root / "recall/first_mixer/runs.json").read_text())["runs"]
-    names = {
-        "linear_attention": "linear attention",
-        "delta_net": "DeltaNet",
-        "gated_delta_net": "Gated DeltaNet",
-    }
-    factors, rows, pairs = ("0.5", "1", "2"), [], []
-    for rule in names:
-        runs = [run for run in found if run["rule"] == rule]
-        recalled = [[32 * statistics.fmean(run["place"][factor]) for factor in factors] for run in runs]
-        pairs += recalled
-        losses = [run["loss"] for run in runs]
-        cells = (" ".join(f"{x:.1f}" for x in column) for column in zip(*recalled, strict=True))
-        rows.append([names[rule], f"{min(losses):.2f} to {max(losses):.2f}", *cells])
-    still = max(found, key=lambda run: min(run["place"]["1"]))
-    places, held = still["place"]["1"], {x: 32 * statistics.fmean(still["place"][x]) for x in factors}
-    less, more = (
-        sum(half > as_is for half, as_is, _ in pairs),
-        sum(as_is > twice for _, as_is, twice in pairs),
-    )
-    return [
-        "### What the first mixer counts",
-        prose(f"""
-        *Question.* If the second mixer stops by what the first one has counted, then it has to stop at
-        another place where the first one's writes are changed, though nothing is changed in the second.
-
-        *What was done.* Models of two mixers, small enough for a CPU, were trained on up to 8 pairs,
-        {len(pairs) // len(names)} seeds a rule, and asked for 32, in random order. Then the write strengths
-        of the first mixer alone were halved, or doubled. [A notebook](../notebooks/13_where_memory_stops.ipynb)
-        trains one such model, and shows accuracy by place. Pairs recalled of 32, each seed:
-        """),
-        table(["rule", "loss, nats", "first mixer's writes halved", "as trained", "doubled"], rows),
-        prose(f"""
-        *Result.* With halved writes {less} of {len(pairs)} models recall more pairs than as trained, and with
-        doubled writes {more} of {len(pairs)} recall fewer. One model, of {names[still["rule"]]}, has not
-        learned to stop: it recalls {100 * min(places):.0f} to {100 * max(places):.0f} % from every eighth, and
-        {held["1"]:.1f} pairs in all, more than any other model as trained. There the change matters least:
-        {held["0.5"]:.1f} pairs with halved writes, {held["2"]:.1f} with doubled ones.
-
-        *What weakens it.* The models are small, and the intervention was not made on models of Zoology's
-        size, whose weights were not kept. Doubling the first mixer's writes also disturbs whatever else it
-        does.
-
-        *What would refute it.* Models whose stop stays at its place when the first mixer's writes change.
         """),
     ]
 

@@ -177,8 +177,9 @@ def how_they_were_run(r: Numbers) -> list[str]:
         `76fac69`, other words and the needle in text of `1530a33`, except Gated DeltaNet at the needle and
         `recall/by_state/first`, which are of `ae1304c`. Nothing that these runs use had changed between.
         Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already. The
-        intervention of finding 1 is of `python -m results.first_mixer`, on two cores of a CPU; its file has
-        the versions.
+        interventions of finding 1 are of `python -m results.kept_models`, on the weights of
+        `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository),
+        and of `python -m results.first_mixer`, both on two cores of a CPU; their files have the versions.
         Seven sweeps older than `058cf94`, which changed the weights that a seed draws, are no longer shown,
         as their commands give other numbers today: parity up to 512 bits and its first version for a CPU,
         needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One
