@@ -326,8 +326,9 @@ def keys_again(r: Numbers) -> list[str]:
     return [
         "## Where keys often come again",
         prose("""
-        The delta rule replaces the value of a key; it does not make room for more keys. One layer on a CPU,
-        12 keys that come again:
+        The delta rule replaces the value of a key; it does not make room for more keys: what it buys is
+        overwriting ([the first notebook](../../notebooks/01_from_attention_to_the_delta_rule.ipynb)). One layer on a
+        CPU, 12 keys that come again:
         """),
         sweep_table(r, "recall/small"),
     ]
