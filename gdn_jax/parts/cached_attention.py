@@ -61,7 +61,7 @@ def cached_attention(
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B S N K"], Float[Array, "B S N K"]]:
     """`models.Attention.heads` and `parts.attention_rows` of a token of each row, by two kernels.
 
-    No model calls it: it has not run on a GPU. A loop that carries the cache has it changed where it lies; elsewhere
+    A loop that carries the cache has it changed where it lies; elsewhere
     XLA copies it.
 
     Args:

@@ -7,11 +7,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
-from gdn_jax.models.attention import Attention
+from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import group_of, group_projections, weights_of
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import row_product
+from gdn_jax.parts.cached_attention import Heads, Place, cached_attention, takes
 from gdn_jax.parts.products import Addend, array_of
 
 
@@ -76,7 +77,38 @@ class AttentionRows(Attention, Reader):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The output and the cache after tokens, from the products of `inputs` and their places."""
         q, k, v, *gate = (channels[..., place] for place in places)
-        return self.of_heads(self.heads_of(q, k, v, self.positions(channels, cache)), gate, cache)
+        if (found := self._by_kernels(channels, cache)) is None:
+            return self.of_heads(self.heads_of(q, k, v, self.positions(channels, cache)), gate, cache)
+        o, after = found
+        return self.o_proj(self.gated_by(o, gate[0] if gate else None)), after
+
+    def _by_kernels(
+        self, channels: Float[Array, "B T F"], cache: Any
+    ) -> tuple[Float[Array, "B T H V"], Any] | None:
+        """What the heads of a token of each row see of a cache of fixed size, and the cache after it, by
+        kernels; None where these do not take it."""
+        config = self.config
+        if (
+            channels.shape[1] > 1
+            or config.qk_norm == "width"
+            or not isinstance(cache, FixedAttentionCache | WindowCache)
+        ):
+            return None
+        norms, eps = None, 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            norms, eps = (self.q_norm.scale(jnp.float32), self.k_norm.scale(jnp.float32)), self.q_norm.eps
+        heads = Heads(self.num_heads, eps, config.rotary_dim, config.rope_theta)
+        arrays = channels[:, 0], cache.k, cache.v
+        if not takes(*arrays, heads, self.implementation):
+            return None
+        place = self.place(cache)
+        o, k, v = cached_attention(*arrays, place, norms, heads)
+        is_kept = (place.slot < cache.k.shape[1])[:, None, None]
+        return jnp.where(is_kept, o, jnp.nan)[:, None], type(cache)(k, v, cache.length + 1)
+
+    def place(self, cache: Any) -> Place:
+        """The place of a token of each row after those of a cache."""
+        return Place(cache.length, cache.length, cache.length + 1)
 
     def positions(self, channels: Float[Array, "B T F"], cache: Any) -> Int[Array, "B T"]:
         """Positions of the tokens after those of a cache."""
@@ -97,3 +129,8 @@ class AttentionRows(Attention, Reader):
 
 class WindowRows(AttentionRows, WindowAttention):
     """`AttentionRows` of a window."""
+
+    def place(self, cache: Any) -> Place:
+        """See `AttentionRows.place`: what a ring holds is what the token sees, in whatever order."""
+        W = cache.k.shape[1]
+        return Place(cache.length, cache.length % W, jnp.clip(cache.length + 1, 1, W))
