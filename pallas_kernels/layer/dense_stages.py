@@ -28,6 +28,9 @@ SLICE = WARP * WARPS
 WIDEST = 256
 """Numbers of a piece of a row: as many as a bulk copy takes of a dimension, and eight for each thread of a warp."""
 
+LINE = 128
+"""Numbers of the stream that a warp adds up, four for each thread."""
+
 PIECES = 7
 """Pieces of a row in a tile at most: a thread has their part of v in registers."""
 
@@ -111,32 +114,41 @@ class Slice:
 
 
 class Row:
-    """The norm of the stream, of which each warp of every CTA makes a part."""
+    """The norm of the stream, of which each warpgroup of every CTA makes parts, [WARPS, LINE]."""
 
-    def __init__(
-        self, gmem: Any, smem: Any, eps: float, wg: Any, dev: Device, meet: Callable[[], None]
-    ) -> None:
-        self.gmem, self.smem, self.eps, self.wg, self.dev, self.meet = gmem, smem, eps, wg, dev, meet
-        self.own = pl.ds(wg * WARPS, WARPS)
+    def __init__(self, gmem: Any, smem: Any, eps: float, wg: Any, dev: Device, D: int) -> None:
+        self.gmem, self.smem, self.eps, self.wg, self.dev, self.D = gmem, smem, eps, wg, dev, D
 
-    def load(self) -> tuple[list[jax.Array], jax.Array]:
-        """Asks for all that is needed."""
-        gmem, own = self.gmem, self.own
-        parts = [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
-        return [r.load_whole(part) for part in (gmem.x.at[own], *parts)], r.load_whole(gmem.w.at[own])
+    def make(self, begin: Callable[[], None], warpgroups: int) -> None:
+        """Writes v = s w and squares of s to shared memory; the first CTA writes s.
 
-    def make(self, loaded: tuple[list[jax.Array], jax.Array]) -> None:
-        """Writes v to shared memory; the first CTA writes s."""
-        (parts, w), gmem, smem, own = loaded, self.gmem, self.smem, self.own
+        Args:
+          begin: starts copies; called when what the row is made of has been asked for: it would come after them.
+          warpgroups: how many there are.
+        """
+        parts = self.D // (WARPS * LINE)
+        makers = min(parts, warpgroups)
+        pl.when(self.wg < makers)(lambda: self._part(self.wg, begin))
+        pl.when(self.wg >= makers)(begin)
+        for later in range(warpgroups, parts, warpgroups):
+            pl.when(self.wg < parts - later)(lambda later=later: self._part(self.wg + later))
+
+    def _part(self, part: Any, then: Callable[[], None] = lambda: None) -> None:
+        gmem, smem, own = self.gmem, self.smem, pl.ds(part * WARPS, WARPS)
+        refs = [gmem.w.at[own], gmem.x.at[own]]
+        refs += [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
+        w, *parts = [r.load_whole(ref) for ref in refs]
+        then()
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-        store_any(smem.of_warps.at[own], r.row_sum(s * s))
-        self.meet()
-        square = functools.reduce(jnp.add, [smem.of_warps[n] for n in range(smem.of_warps.shape[0])])
-        scale = lax.rsqrt(square / smem.v.size + self.eps)
-        self.dev.store_flat(smem.v.at[pl.ds(self.wg * s.size, s.size)], s * w * scale)
-        self.meet()
+        store_any(smem.squares.at[own], r.row_sum(s * s))
+        self.dev.store_flat(smem.v.at[pl.ds(part * s.size, s.size)], s * w)
         if gmem.s is not None:
             pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
+
+    def scale(self) -> jax.Array:
+        """The factor of the norm, by which the products of v are multiplied."""
+        squares = [self.smem.squares[n] for n in range(self.D // LINE)]
+        return lax.rsqrt(functools.reduce(jnp.add, squares) / self.D + self.eps)
 
 
 def _over_threads() -> Any:
@@ -202,12 +214,17 @@ class Tiles:
 
         lax.fori_loop(0, self.turn, multiply, None)
 
-    def make_h(self) -> None:
-        """Writes the CTA's numbers of h to shared memory, for each warpgroup by itself."""
+    def make_h(self, scale: jax.Array) -> None:
+        """Writes the CTA's numbers of h to shared memory, for each warpgroup by itself.
+
+        Args:
+          scale: the factor of the norm.
+        """
         layout, smem = plgpu.Layout.WG_STRIDED((SLICE,), vec_size=1), self.smem
         own, sizes = self.own, self.sizes
         gate, up = (
             functools.reduce(jnp.add, [load(smem.parts.at[b, c], layout) for c in range(sizes.chunks)])
+            * scale
             for b in range(2)
         )
         h = gate / (1.0 + jnp.exp(-gate)) * up

@@ -8,8 +8,8 @@ that lie one after the other. What CTAs exchange is z: each writes its part [D] 
 all CTAs (`device.grid_barrier`) each adds up some columns of all parts, so z is whole for the next kernel.
 
     stage    a CTA makes                          what is copied meanwhile
-    parts    v, again in every CTA; its slice of  tiles of A, of B and of W, from the start on
-             h, and its part of z
+    parts    s w, again in every CTA; its slice   tiles of A, of B and of W, from the start on
+             of h, and its part of z
     sum      some columns of z                    what the kernels after this one read first
 
 Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] float32; A and B one after the other as
@@ -20,7 +20,7 @@ four rows of A, B or W, or some of their columns, of which a warpgroup has alway
 
     barrier     arrivals                           who waits
     full        a bulk copy of a tile              the warpgroup whose slot it is
-    made        all warpgroups                     all, for squares, v, h and sums of the CTA
+    made        all warpgroups                     all, for s w, h and sums of the CTA
 
 Numerics: float32; v and h are not rounded. The same bits in every call. Hardware: `NEEDS`. Limits:
 `check_supported`.
@@ -44,7 +44,18 @@ from pallas_kernels.device.launch import compiled, grid_index, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.dense_stages import ROWS, SLICE, WIDEST, Config, Row, Sizes, Slice, Tiles, add_parts
+from pallas_kernels.layer.dense_stages import (
+    LINE,
+    ROWS,
+    SLICE,
+    WIDEST,
+    Config,
+    Row,
+    Sizes,
+    Slice,
+    Tiles,
+    add_parts,
+)
 
 NEEDS = Needs.TMA
 
@@ -69,7 +80,7 @@ def check_supported(
     warps = config.warpgroups * WARPS
     if ctas < warps:
         return f"{ctas} multiprocessors; the kernel takes {warps} or more"
-    unit, most = warps * WARP, WARP * ctas
+    unit, most = WARPS * LINE, WARP * ctas
     sizes = Sizes(D, F, config.warpgroups, config.slices)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
@@ -85,7 +96,7 @@ def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
     return {
         "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, WIDEST), dtype),
         "v": Buffer((sizes.D,)),
-        "of_warps": Buffer((n * WARPS,)),
+        "squares": Buffer((sizes.D // LINE,)),
         "parts": Buffer((2, sizes.chunks, SLICE)),
         "h": Buffer((n, SLICE)),
         "z": Buffer((n, sizes.pieces, WIDEST)),
@@ -114,13 +125,12 @@ def _body(
         plgpu.barrier_arrive(smem.made)
         plgpu.barrier_wait(smem.made)
 
-    row, tiles = Row(gmem, smem, eps, wg, Device(interpreted), meet), Tiles(gmem, smem, sizes, wg, own)
-    loaded = row.load()  # else what it reads would come after the copies
-    tiles.begin()
-    row.make(loaded)
+    row, tiles = Row(gmem, smem, eps, wg, Device(interpreted), sizes.D), Tiles(gmem, smem, sizes, wg, own)
+    row.make(tiles.begin, config.warpgroups)
+    meet()
     tiles.multiply_branches()
     meet()
-    tiles.make_h()
+    tiles.make_h(row.scale())
     tiles.multiply_down()
     meet()
     pl.when(grid_index() < sizes.slices)(tiles.write_part)
@@ -165,7 +175,7 @@ def _run(config, eps, interpret, x, y, norm, gate_up, down, ahead, words):
     (F, D), like, f32 = down.shape, jax.ShapeDtypeStruct, jnp.float32
     sizes = Sizes(D, F, config.warpgroups, config.slices)
     config = _fitting(sizes, config, down.dtype)
-    by_warps, pieces = (config.warpgroups * WARPS, -1), (D // WIDEST, WIDEST)
+    by_warps, pieces = (D // LINE, LINE), (D // WIDEST, WIDEST)
     stream = x.reshape(by_warps)
     made = launch_stages(
         "dense_stream",

@@ -227,9 +227,10 @@ class Projections:
           then: the second stage, which asks for its state and its rows when the room says so.
         """
         room, plan = self.room, self.plan
+        # Asked for before the copies: what comes after them waits until memory has answered all of them.
+        known = [self._past(own) for own in self.own] if room.reads_ahead else None
         self._make_row()
         room.ask_single(self)
-        known = [self._past(own) for own in self.own] if room.reads_ahead else None
         room.row_made(self, then)
         scale = self._scale()
 
@@ -256,6 +257,7 @@ class Projections:
         for n, own in enumerate(self.own):
             i = n - (plan.own - STAGES)
             asked = self.claims.ask(i) if i >= 0 and self.claimable else None
+            past = self._past(own) if known is None else known[n]  # on its way while the tile is
             x = self._product(n, row, scale)
             if asked is not None:
                 numbers.append(follow(i, asked))
@@ -265,7 +267,7 @@ class Projections:
                     self._start(self.own[n + STAGES].rows, n + STAGES)
                 else:
                     room.slot_free(then, True, self._slot(n))
-            self._keep(own, x, self._past(own) if known is None else known[n])
+            self._keep(own, x, past)
             single(n + 1)
         if not self.claimable:
             return

@@ -400,6 +400,11 @@ CALLS: dict[str, Call] = {
         "bf16[1,1024] bf16[1,1024] f32[1024] bf16[7168,1024] bf16[3584,1024]",
         Needs.TMA,
     ),
+    "second half of a row, qwen3.5-4b": call(
+        partial(dense_stream, eps=1e-6),
+        "bf16[1,2560] bf16[32,2560] f32[2560] bf16[18432,2560] bf16[9216,2560]",
+        Needs.TMA,
+    ),
     **BATCH_CALLS,
     "row of a stream": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16, keep=jnp.bfloat16),

@@ -107,4 +107,5 @@ def test_a_token_of_a_layer(window, options, lengths, S):
     found = tokens(*args)
     check_token(args, found, window)
     for a, b in zip(found[1], tokens(*args)[1], strict=True):
-        np.testing.assert_array_equal(a, b)
+        # As float32: NumPy does not take two NaN of bfloat16, which free slots hold, for equal.
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (a, b)))
