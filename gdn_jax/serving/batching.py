@@ -25,7 +25,7 @@ from gdn_jax.shapes import check_whole
 
 Prefill = Callable[..., tuple[jax.Array, Any]]
 """(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
-Decode = Callable[..., tuple[jax.Array, Any]]
+Decode = Callable[..., tuple["jax.Array | Chain", Any]]
 """(params, tokens [B], slots [B], pools) -> next tokens [B], or a `Chain` of them, pools."""
 
 TOKENS = 2**31

@@ -56,4 +56,5 @@ def make_table(config: dict[str, Any], lines: list[dict[str, Any]]) -> str:
 def _name(mixer: str) -> str:
     """A mixer in words."""
     own = erase_and_write.MIXERS.get(mixer)
-    return mixers.MIXERS[mixer].label if own is None else own.style.label
+    style = None if own is None else own.style
+    return mixers.MIXERS[mixer].label if style is None else style.label
