@@ -106,12 +106,8 @@ class HeadDrafts:
     """
 
     def __init__(self, model: LanguageModel, number: int, kind: Attending):
-        self._config, self._mixer, self._number, self._kind = (
-            model.config,
-            model.mtp.block.mixer,
-            number,
-            kind,
-        )
+        self._config, self._mixer = model.config, model.mtp.block.mixer
+        self._number, self._kind = number, kind
 
     def make_pools(self, layers: tuple, slots: int, capacity: int | None) -> DraftPools:
         pairs = self._kind.make_pool(self._mixer, slots, jnp.float32, None, capacity)

@@ -37,7 +37,7 @@ class Chain(NamedTuple):
 
     Fields:
       tokens: [B, T] integers.
-      count: [B], 1 to T: the first so many of a request's tokens are new ones.
+      count: [B], 1 to T: a request's first `count` tokens are the new ones.
     """
 
     tokens: jax.Array
@@ -60,6 +60,8 @@ class Chain(NamedTuple):
     @property
     def newest(self) -> jax.Array:
         """The last new token of each request [B]."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
         return jnp.take_along_axis(self.tokens, self.count[:, None] - 1, axis=1)[:, 0]
 
 
@@ -329,9 +331,9 @@ class Server:
 
     def _read(self, new: Chain, owners: list[_Request | None]) -> None:
         began = time.perf_counter()
-        values, counts = np.asarray(new.tokens), np.asarray(new.count)
+        rows, counts = (x.tolist() for x in jax.device_get((new.tokens, new.count)))
         self.waited += time.perf_counter() - began
-        for tokens, count, request in zip(values.tolist(), counts.tolist(), owners, strict=False):
+        for tokens, count, request in zip(rows, counts, owners, strict=False):
             if request is None or request.is_done:
                 continue
             request.made += count - 1
