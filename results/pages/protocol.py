@@ -121,7 +121,8 @@ def without_runs(r: Numbers) -> list[str]:
         "## Configurations without runs",
         prose(f"""
         `configs/palindrome.full.json`, `configs/stack.full.json` (more rules than Kimi Linear's, at shorter
-        lengths), `configs/recall_factorial.small.json`, `configs/recall_erasure.full.json`,
+        lengths), `configs/recall_factorial.small.json`, `configs/recall_erasure.small.json`,
+        `configs/scope_erasure.small.json`, `configs/recall_erasure.full.json`,
         `configs/scope_erasure.full.json` and `configs/text_30m_erasure.full.json` have no runs. Of
         `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
         `configs/recall_mqar_place_*.full.json` neither linear attention with one mixer nor, with two, the
