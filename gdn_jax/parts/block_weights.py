@@ -26,6 +26,9 @@ BLOCK = 128
 """Columns that share a scale."""
 LARGEST = 448.0
 """The largest number in E4M3."""
+FEW = 4
+"""Rows for which codes may be read once each: a weight that is dequantised is read, and written and read in 16 bits,
+five bytes in all. Worked out, not measured."""
 SMALLEST_SCALE = 2.0**-126
 """The least number that bfloat16 holds with all its digits."""
 
@@ -76,19 +79,35 @@ def dequantised(
 def product(
     x: Float[Array, "*S D"], codes: Float[Array, "F D"], scales: Float[Array, "F N"]
 ) -> Float[Array, "*S F"]:
-    """x @ W.T in x's dtype, sums in float32 (float64 when x is).
+    """x @ W.T in x's dtype: of up to `FEW` rows `by_sums` on a GPU, else `by_whole_weight`."""
+    if math.prod(x.shape[:-1]) > FEW:
+        return by_whole_weight(x, codes, scales)
+    return lax.platform_dependent(x, codes, scales, cuda=by_sums, default=by_whole_weight)
 
-    A single row is written as products and sums, of which XLA makes one kernel that reads the codes. For more rows
-    the whole weight is dequantised to x's dtype first, at every call: the barrier keeps a compiler from doing it for
-    all weights before a loop of tokens begins, which would need the memory that 8 bits save.
+
+def by_sums(
+    x: Float[Array, "*S D"], codes: Float[Array, "F D"], scales: Float[Array, "F N"]
+) -> Float[Array, "*S F"]:
+    """x @ W.T as products and sums, of which XLA makes one kernel of a GPU that reads the codes for every row.
+
+    Sums are in float32 (float64 when x is), of weights that are not rounded to x's dtype.
     """
-    if math.prod(x.shape[:-1]) > 1:
-        x, codes, scales = lax.optimization_barrier((x, codes, scales))
-        weight = dequantised(codes, scales, x.dtype)
-        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
     wide = accumulation_dtype(x)
-    y = jnp.sum(x.reshape(-1).astype(wide) * _wide(codes, scales).astype(wide), axis=-1)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    y = jnp.sum(x[..., None, :].astype(wide) * _wide(codes, scales).astype(wide), axis=-1)
+    return y.astype(x.dtype)
+
+
+def by_whole_weight(
+    x: Float[Array, "*S D"], codes: Float[Array, "F D"], scales: Float[Array, "F N"]
+) -> Float[Array, "*S F"]:
+    """x @ W.T with W dequantised to x's dtype, at every call.
+
+    The barrier keeps a compiler from doing it for all weights before a loop of tokens begins, which would need the
+    memory that 8 bits save.
+    """
+    x, codes, scales = lax.optimization_barrier((x, codes, scales))
+    weight = dequantised(codes, scales, x.dtype)
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 @dataclasses.dataclass(frozen=True)

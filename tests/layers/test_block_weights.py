@@ -40,27 +40,40 @@ def test_codes_and_scales_are_those_that_are_written(shape):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_those_of_the_dequantised_weight(dtype):
-    """Of one row and of several; sums of 300 products in float32 are off by some roundings of 2^-24, and the weight
-    is rounded to bfloat16 for several rows alone."""
+    """In both forms, of one row and of several; sums of 300 products in float32 are off by some roundings of 2^-24,
+    and results, and the weight in one form, are rounded to bfloat16."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((3, 300)).astype(dtype)
 
     @jax.jit
-    def both(x, numbers):
+    def results(x, numbers):
         codes, scales = block_weights.quantised(numbers)
-        y = block_weights.product(x, codes, scales)
-        one = block_weights.product(x[:1, None], codes, scales)
-        return y, one, block_weights.dequantised(codes, scales, jnp.float32), codes, scales
+        forms = block_weights.product, block_weights.by_sums, block_weights.by_whole_weight
+        ys = [form(rows, codes, scales) for form in forms for rows in (x, x[:1, None])]
+        return ys, block_weights.dequantised(codes, scales, jnp.float32), codes, scales
 
-    y, one, whole, codes, scales = map(np.asarray, both(x, weight(200, 300)))
-    spread = np.repeat(scales, 128, 1)[:, :300]
-    np.testing.assert_array_equal(whole, codes.astype(np.float32) * spread)
+    ys, *kept = results(x, weight(200, 300))
+    whole, codes, scales = map(np.asarray, kept)
+    np.testing.assert_array_equal(whole, codes.astype(np.float32) * np.repeat(scales, 128, 1)[:, :300])
     want = x.astype(np.float64) @ whole.astype(np.float64).T
     size = np.abs(x.astype(np.float64)) @ np.abs(whole.astype(np.float64)).T
     step = 2.0**-24 * 300**0.5 if dtype == "float32" else 2.0**-8
-    assert y.dtype == one.dtype == x.dtype and one.shape == (1, 1, 200)
-    assert np.all(np.abs(y - want) <= 2 * step * size + 1e-30)
-    assert np.all(np.abs(one[0] - want[:1]) <= 2 * step * size[:1] + 1e-30)
+    for y in map(np.asarray, ys):
+        assert y.dtype == x.dtype and y.shape in ((3, 200), (1, 1, 200))
+        rows = y.reshape(-1, 200)
+        assert np.all(np.abs(rows - want[: len(rows)]) <= 2 * step * size[: len(rows)])
+
+
+def test_a_gpu_reads_codes_and_dequantises_no_weight_of_few_rows():
+    """Its program has no product of matrices for up to four rows, and one for five."""
+    codes = jax.ShapeDtypeStruct((256, 384), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((256, 3), jnp.float32)
+    for rows in (1, 4, 5):
+        x = jax.ShapeDtypeStruct((rows, 384), jnp.bfloat16)
+        traced = jax.jit(block_weights.product).trace(x, codes, scales)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("dot_general" in program) == (rows > block_weights.FEW)
+        assert "dot_general" in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
 def test_gradients_reach_activations_and_no_weight():
