@@ -227,10 +227,9 @@ class Projections:
           then: the second stage, which asks for its state and its rows when the room says so.
         """
         room, plan = self.room, self.plan
-        # Asked for before the copies: what comes after them waits until memory has answered all of them.
-        known = [self._past(own) for own in self.own] if room.reads_ahead else None
         self._make_row()
         room.ask_single(self)
+        known = [self._past(own) for own in self.own] if room.reads_ahead else None
         room.row_made(self, then)
         scale = self._scale()
 

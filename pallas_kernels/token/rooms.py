@@ -55,7 +55,7 @@ class Room:
     single_after: ClassVar[int]
     """Tiles that a warpgroup makes before a row of W_in that is no part of a tile."""
     reads_ahead: ClassVar[bool]
-    """Whether a warpgroup reads what the convolution needs of all its tiles before their copies start; else of each
+    """Whether a warpgroup reads what the convolution needs of all its tiles before the row is there; else of each
     tile while it waits for it: a wide row leaves no registers."""
 
     def fits(self, plan: Any) -> bool:
