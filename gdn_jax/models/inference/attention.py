@@ -85,8 +85,8 @@ class AttentionRows(Attention, Reader):
     def _by_kernels(
         self, channels: Float[Array, "B T F"], cache: Any
     ) -> tuple[Float[Array, "B T H V"], Any] | None:
-        """What the heads of a token of each row see of a cache of fixed size, and the cache after it, by
-        kernels; None where these do not take it."""
+        """The heads' outputs for a token of each row with a cache of fixed size, and the cache after it, by kernels;
+        None where these do not take it."""
         config = self.config
         if (
             channels.shape[1] > 1
@@ -131,6 +131,6 @@ class WindowRows(AttentionRows, WindowAttention):
     """`AttentionRows` of a window."""
 
     def place(self, cache: Any) -> Place:
-        """See `AttentionRows.place`: what a ring holds is what the token sees, in whatever order."""
+        """See `AttentionRows.place`: a token sees all that a ring holds, in whatever order."""
         W = cache.k.shape[1]
         return Place(cache.length, cache.length % W, jnp.clip(cache.length + 1, 1, W))
