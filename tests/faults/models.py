@@ -373,4 +373,28 @@ FAULTS = (
         "if heads not in (None, config.num_heads):",
         "tests/hf/test_hf_latent.py::test_what_kimi_linear_reads_and_what_it_cannot_write",
     ),
+    Fault(
+        "scales of blocks take turns over the columns",
+        "return jnp.repeat(scales, BLOCK, axis=-1)[..., :D]",
+        "return jnp.tile(scales, BLOCK)[..., :D]",
+        "tests/layers/test_block_weights.py::test_products_are_those_of_the_dequantised_weight",
+    ),
+    Fault(
+        "few rows dequantise a whole weight on a GPU",
+        "cuda=by_sums, default=by_whole_weight",
+        "cuda=by_whole_weight, default=by_whole_weight",
+        "tests/layers/test_block_weights.py::test_a_gpu_reads_codes_and_dequantises_no_weight_of_few_rows",
+    ),
+    Fault(
+        "the copy for single tokens dequantises a SwiGLU that is kept in 8 bits",
+        "    BlockSwiGLU: _as_it_is,\n",
+        "",
+        "tests/hf/test_hf_kept.py::test_no_copy_for_single_tokens_has_whole_weights",
+    ),
+    Fault(
+        "scales that bfloat16 does not hold are written in it",
+        "np.dtype(jnp.bfloat16 if narrow else np.float32)",
+        "np.dtype(jnp.bfloat16)",
+        "tests/hf/test_hf_kept.py::test_scales_of_more_digits_are_written_with_them",
+    ),
 )

@@ -243,4 +243,10 @@ FAULTS = (
         "ring, capacity)",
         "tests/serving/test_serving_erasures.py::test_rings_hold_tokens",
     ),
+    Fault(
+        "a step of a server tells the tokens of earlier steps once more",
+        "started, self.read = len(self._unread), {}",
+        "started = len(self._unread)",
+        "tests/serving/test_serving_reading.py::test_tokens_are_told_as_they_are_read",
+    ),
 )
