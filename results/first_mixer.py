@@ -1,10 +1,11 @@
 """Small models of two mixers that know up to 8 pairs, asked for 32 with the writes of the first mixer changed.
 
-    python -m results.first_mixer [FILE]
+    python -m results.first_mixer [FOLDER]
 
-Several seeds of each rule are trained side by side, some minutes a rule on two CPU cores. An entry of FILE, which is
-results/recall/first_mixer/runs.json by default, is one seed: its loss, and the part of right answers by the place of
-the pair for every factor of the first mixer's write strengths. The task and the sizes are those of notebook 13.
+Several seeds of each rule are trained side by side, some minutes a rule on two CPU cores. An entry of
+FOLDER/runs.json, by default in results/recall/first_mixer, is one seed: its loss, and the part of right answers by
+the place of the pair for every factor of the first mixer's write strengths. The task and the sizes are those of
+notebook 13. FOLDER/further.json has the same of models that are trained on up to 32 pairs, as many as are asked.
 """
 
 import json
@@ -26,10 +27,11 @@ from gdn_jax.training.options import ScheduleOptions
 from gdn_jax.training.tasks import recall
 from gdn_jax.training.tasks.batch import Batch
 
-FILE = Path(__file__).parent / "recall/first_mixer/runs.json"
+FOLDER = Path(__file__).parent / "recall/first_mixer"
 RULES, SEEDS, STEPS, RATE = ("delta_net", "gated_delta_net", "linear_attention"), 5, 600, 0.005
 FACTORS = (0.5, 1.0, 2.0)
-PAIRS, LENGTH, BATCH, VOCABULARY = 8, 32, 32, 64
+FURTHER_RULES, FURTHER_SEEDS = ("delta_net",), 2
+PAIRS, FURTHER_PAIRS, BATCH, VOCABULARY = 8, 32, 32, 64
 ASKED, ROWS = 32, 256
 
 
@@ -40,16 +42,16 @@ def config(rule: str) -> ModelConfig:
     return ModelConfig(rule=MIXERS[rule].rule, **sizes, **start)
 
 
-def training_batch(key: jax.Array) -> Batch:
-    """Rows of 1 to 8 pairs."""
+def training_batch(key: jax.Array, pairs: int) -> Batch:
+    """Rows of 1 to as many pairs."""
     key_pairs, key = jax.random.split(key)
-    kept = jax.random.randint(key_pairs, (BATCH,), 1, PAIRS + 1)
-    tokens, targets, asked = recall.sequences(key, BATCH, LENGTH, VOCABULARY, PAIRS, 0.01, kept)
+    kept = jax.random.randint(key_pairs, (BATCH,), 1, pairs + 1)
+    tokens, targets, asked = recall.sequences(key, BATCH, 4 * pairs, VOCABULARY, pairs, 0.01, kept)
     return Batch(tokens, targets, asked.astype(jnp.float32))
 
 
-def run(rule: str) -> list[dict]:
-    """Trains all seeds of a rule; returns a line for each."""
+def run(rule: str, count: int, pairs: int) -> list[dict]:
+    """Trains seeds of a rule on up to as many pairs; returns a line for each."""
 
     def make(seed):
         return LanguageModel(config(rule), rngs=nnx.Rngs(jax.random.key(seed)))
@@ -64,7 +66,7 @@ def run(rule: str) -> list[dict]:
     @jax.vmap
     def train(seed, params):
         def step(state, i):
-            drawn = training_batch(jax.random.fold_in(jax.random.key(seed), i))
+            drawn = training_batch(jax.random.fold_in(jax.random.key(seed), i), pairs)
             state, metrics = steps.train_step(graphdef, rest, optimizer, 1, state, drawn)
             return state, metrics.loss
 
@@ -79,10 +81,10 @@ def run(rule: str) -> list[dict]:
         )
         return jnp.argmax(logits, -1) == targets
 
-    seeds = jnp.arange(SEEDS)
+    seeds = jnp.arange(count)
     state, losses = train(seeds, jax.jit(jax.vmap(lambda seed: nnx.state(make(seed), nnx.Param)))(seeds))
     lines = []
-    for seed in range(SEEDS):
+    for seed in range(count):
         params = jax.tree.map(lambda x, seed=seed: x[seed], state.params)
         hits = {factor: np.asarray(right(params, jnp.float32(factor))) for factor in FACTORS}
         places = {f"{f:g}": [round(float(hit[at].mean()), 4) for at in of_place] for f, hit in hits.items()}
@@ -92,11 +94,15 @@ def run(rule: str) -> list[dict]:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the lines of all rules; returns the exit status."""
-    [path] = [Path(x) for x in arguments] or [FILE]
-    found = {"versions": versions(), "runs": [line for rule in RULES for line in run(rule)]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(found, indent=1) + "\n")
+    """Writes the lines of all models; returns the exit status."""
+    [folder] = [Path(x) for x in arguments] or [FOLDER]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rules, seeds, pairs in (
+        ("runs", RULES, SEEDS, PAIRS),
+        ("further", FURTHER_RULES, FURTHER_SEEDS, FURTHER_PAIRS),
+    ):
+        found = {"versions": versions(), "runs": [line for rule in rules for line in run(rule, seeds, pairs)]}
+        write_text(folder / f"{name}.json", json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -241,6 +241,9 @@ def of_findings() -> Checks:
         if head[1].startswith("loss"):
             for row in rows:
                 yield from of_first_mixer(*row)
+        if head[0] == "trained up to":
+            for row in rows:
+                yield from of_further(*row)
         if head[0] in ("change", "in front"):
             for row in rows:
                 yield from of_kept(head, row)
@@ -299,6 +302,25 @@ def of_first_mixer(rule: str, losses: str, *recalled: str) -> Checks:
         for run, said in zip(runs, numbers(cell), strict=True):
             where = f"README.md, finding 1, first mixer, {rule}, writes times {factor}, seed {run['seed']}"
             yield where, said, 32 * sum(run["place"][factor]) / len(run["place"][factor])
+
+
+def of_further(most: str, *cells: str) -> Checks:
+    """A row of the table of small models that are trained on more pairs."""
+    name = "runs" if most == "8 pairs" else "further"
+    runs = json.loads((ROOT / f"recall/first_mixer/{name}.json").read_text())["runs"]
+    runs = [run for run in runs if run["rule"] == "delta_net"]
+    for factor, cell in zip(("0.5", "1", "2"), cells, strict=False):
+        for run, said in zip(runs, numbers(cell), strict=False):
+            where = f"README.md, finding 1, trained up to {most}, writes times {factor}, seed {run['seed']}"
+            yield where, said, 32 * sum(run["place"][factor]) / len(run["place"][factor])
+    runs = runs[: len(numbers(cells[0]))]
+    places = zip(*(run["place"]["1"] for run in runs), strict=True)
+    for i, (said, part) in enumerate(zip(numbers(cells[3]), places, strict=True)):
+        yield (
+            f"README.md, finding 1, trained up to {most}, eighth {i + 1}",
+            said,
+            100 * statistics.fmean(part),
+        )
 
 
 CHANGES = {

@@ -65,22 +65,28 @@ def test_no_run_is_left_out():
 
 def test_no_seed_of_the_intervention_is_left_out():
     """`results.first_mixer`: each rule, seed and factor, and as many places in each."""
-    runs = json.loads(first_mixer.FILE.read_text())["runs"]
-    expected = itertools.product(first_mixer.RULES, range(first_mixer.SEEDS))
-    assert [(run["rule"], run["seed"]) for run in runs] == [*expected]
-    for run in runs:
-        assert [*map(float, run["place"])] == [*first_mixer.FACTORS]
-        assert {len(places) for places in run["place"].values()} == {8}
-        assert (run["steps"], run["rate"]) == (first_mixer.STEPS, first_mixer.RATE)
+    made = {
+        "runs": (first_mixer.RULES, first_mixer.SEEDS),
+        "further": (first_mixer.FURTHER_RULES, first_mixer.FURTHER_SEEDS),
+    }
+    for name, (rules, seeds) in made.items():
+        runs = json.loads((first_mixer.FOLDER / f"{name}.json").read_text())["runs"]
+        assert [(run["rule"], run["seed"]) for run in runs] == [*itertools.product(rules, range(seeds))]
+        for run in runs:
+            assert [*map(float, run["place"])] == [*first_mixer.FACTORS]
+            assert {len(places) for places in run["place"].values()} == {8}
+            assert (run["steps"], run["rate"]) == (first_mixer.STEPS, first_mixer.RATE)
 
 
 @pytest.mark.slow
 def test_the_intervention_runs(tmp_path, monkeypatch):
-    for name, value in dict(RULES=("delta_net",), SEEDS=1, STEPS=2, ROWS=4).items():
+    few = dict(RULES=("delta_net",), SEEDS=1, FURTHER_SEEDS=1, FURTHER_PAIRS=16, STEPS=2, ROWS=4)
+    for name, value in few.items():
         monkeypatch.setattr(first_mixer, name, value)
-    assert first_mixer.main([str(tmp_path / "a" / "runs.json")]) == 0
-    [line] = json.loads((tmp_path / "a" / "runs.json").read_text())["runs"]
-    assert line["steps"] == 2 and len(line["place"]) == len(first_mixer.FACTORS)
+    assert first_mixer.main([str(tmp_path / "a")]) == 0
+    for name in ("runs", "further"):
+        [line] = json.loads((tmp_path / "a" / f"{name}.json").read_text())["runs"]
+        assert line["steps"] == 2 and len(line["place"]) == len(first_mixer.FACTORS)
 
 
 def test_runs_that_never_come_to_half_are_left_out():
