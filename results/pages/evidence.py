@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
+from gdn_jax.rules import RULES
 from gdn_jax.sweeps.summary import Start
+from gdn_jax.training.mixers import MIXERS
 from results.pages.claims import CLAIMS, Claim
 from results.pages.markdown import gain_of, joined, prose, table
 from results.pages.numbers import Numbers
@@ -98,6 +100,11 @@ def rows(r: Numbers, claim: Claim) -> str:
     )
 
 
+def decays(mixer: str) -> bool:
+    """Whether a mixer's state decays; those of `results.erase_and_write` do not."""
+    return mixer in MIXERS and "g" in RULES[MIXERS[mixer].rule].gates
+
+
 def settings(r: Numbers, claim: Claim) -> str:
     """The sweeps of a claim: what was run, with how many seeds and rates, and where."""
     sweeps = {
@@ -117,7 +124,8 @@ def settings(r: Numbers, claim: Claim) -> str:
         training = f"{o['steps']} steps of {o['batch_size']}"
         rates = ", ".join(f"{x:g}" for x in sorted(o["lrs"]))
         slower = o.get("time_step")
-        decay = "" if slower in (None, 1.0) else f", decays {1 / slower:g} times slower at the start"
+        usual = slower in (None, 1.0) or not any(map(decays, o["mixers"]))
+        decay = "" if usual else f", decays {1 / slower:g} times slower at the start"
         lines.append(
             [f"[{name}](../{place.table})", model, training + decay, f"{o['seeds']}", rates, str(len(runs)),
              config["versions"]["device"]]
