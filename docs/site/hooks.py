@@ -38,6 +38,8 @@ PUBLISHED = (
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 FONT = "STIXTwoMath-Regular.ttf"
 LATEX = math_core.LatexToMathML()
+LOG = "docs/log/"
+"""Pages that the search leaves out: they are half of all words, for whoever changes a kernel."""
 STATE = "<!-- state.html -->"
 """Where the page shows the state under writes and decay, which is also a page of its own."""
 
@@ -91,9 +93,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Gives the first page the whole width."""
+    """Gives the first page the whole width, and leaves the log out of the search."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
+    if page.file.src_uri.startswith(LOG):
+        page.meta["search"] = {"exclude": True}
     return markdown
 
 
