@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "own_model.md"
 def test_the_page_runs():
     """All blocks, one after another."""
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE.read_text())
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     exec(compile("\n".join(blocks), str(PAGE), "exec"), {"__name__": "page"})
 
 
