@@ -14,6 +14,8 @@ from gdn_jax.bench.sizes import model_config
 from gdn_jax.layers.table import TOKEN_MIXERS
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.costs import parameters
+from gdn_jax.rule.call import CHANNELS, HEADS
+from gdn_jax.rule.implementations import TABLE
 
 DOCS = package.ROOT / "docs"
 NOT_RUN = "# not run by the tests: "
@@ -123,3 +125,21 @@ def test_the_gallery_has_every_mixer():
         layer = nnx.eval_shape(partial(made, mixer, config))
         found[name] = tuple("yes" if x else "no" for x in (layer.can_be_served, mixer.splits_tokens(config)))
     assert {name: tuple(x) for name, *x in rows} == found
+
+
+def test_the_support_matrix_has_every_set_of_kernels():
+    """Which sets of kernels take a decay of each head, and which one of each channel."""
+    rows = re.findall(
+        r"(?m)^\| `(gated_delta_rule|delta_rule)` \| (\w+)[^|]* \| (\w+)[^|]* \|",
+        (DOCS / "devices.md").read_text(),
+    )
+    assert re.search(
+        r"(?m)^\| call \| `\"mosaic_gpu\"`, .* \| `\"mosaic_mma\"`, ", (DOCS / "devices.md").read_text()
+    )
+    for call, *cells in rows:
+        gates = {"gated_delta_rule": HEADS, "delta_rule": CHANNELS}[call]
+        named = {
+            name for name, cell in zip(("mosaic_gpu", "mosaic_mma"), cells, strict=True) if cell != "none"
+        }
+        assert named == {one.name for one in TABLE if one.by_kernels and gates in one.gates}
+    assert len(rows) == 2
