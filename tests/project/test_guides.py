@@ -20,7 +20,7 @@ from gdn_jax.rule.implementations import TABLE
 DOCS = package.ROOT / "docs"
 NOT_RUN = "# not run by the tests: "
 """How the code of a page begins that needs the network."""
-GUIDES = ("choosing", "coming_from", "gallery", "memory", "pretrain", "qwen", "which_call")
+GUIDES = ("choosing", "coming_from", "gallery", "memory", "pretrain", "qwen", "serve", "which_call")
 
 
 def blocks(page: str) -> list[str]:
@@ -44,7 +44,7 @@ def test_the_guide_on_choosing_runs():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")  # which know no ShapeDtypeStruct
-@pytest.mark.parametrize("page", ["coming_from", "faq", "gallery", "qwen", "which_call"])
+@pytest.mark.parametrize("page", ["coming_from", "faq", "gallery", "qwen", "serve", "which_call"])
 def test_a_guide_runs(page, tmp_path, monkeypatch):
     """In a folder of its own, as one writes files."""
     monkeypatch.chdir(tmp_path)
