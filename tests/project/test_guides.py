@@ -3,6 +3,8 @@
 import ast
 import re
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import jax
 import optax
@@ -44,7 +46,9 @@ def test_the_guide_on_choosing_runs():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")  # which know no ShapeDtypeStruct
-@pytest.mark.parametrize("page", ["coming_from", "faq", "gallery", "qwen", "serve", "which_call"])
+@pytest.mark.parametrize(
+    "page", ["coming_from", "faq", "gallery", "index", "parallel", "qwen", "serve", "which_call"]
+)
 def test_a_guide_runs(page, tmp_path, monkeypatch):
     """In a folder of its own, as one writes files."""
     monkeypatch.chdir(tmp_path)
@@ -65,6 +69,17 @@ def test_pretraining_learns_and_goes_on(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[1][:-1]) for line in lines] == [20, 40, 60]
     assert float(lines[-1].split()[6]) < float(lines[0].split()[6]) - 0.1
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.md")))
+def test_blocks_import_what_there_is(page):
+    """Also those that need the network, a checkpoint or another library."""
+    for block in re.findall(r"(?ms)^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text()):
+        for x in ast.walk(ast.parse(block)):
+            if isinstance(x, ast.ImportFrom) and x.module.split(".")[0] == "gdn_jax":
+                module = import_module(x.module)
+                for name in x.names:
+                    assert hasattr(module, name.name) or find_spec(f"{x.module}.{name.name}"), ast.unparse(x)
 
 
 def test_every_guide_has_its_parts():

@@ -37,7 +37,7 @@ MORE: dict[str, int] = {
     "test_fine_tuning.py": 120,
     "test_formulas.py": 110,
     "test_generate_bench.py": 90,
-    "test_guides.py": 340,
+    "test_guides.py": 360,
     "test_hf_commands.py": 160,
     "test_hf_latent.py": 400,
     "test_inference.py": 80,
