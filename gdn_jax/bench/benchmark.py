@@ -48,7 +48,7 @@ class Result(NamedTuple):
         """The line that is printed as soon as the result is there."""
         t = self.timing
         time = "" if t is None else f"{t.ms:.4g} ms ({t.fastest:.4g} to {t.slowest:.4g})"
-        return f"{_name(self.about)}: {self.failure or time}"
+        return f"{_name(self.about)}: {self.failure or time or 'ok'}"
 
 
 def wrong(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
@@ -113,6 +113,12 @@ class Benchmark:
         """The cases in the order in which they are timed; note is told what else a reader should know."""
         raise NotImplementedError
 
+    def report(self, results: list[Result], width: int | None) -> str:
+        """The table of the results that have times: text that fits a width, or Markdown where there is none."""
+        timed = _timed(results)
+        keys = [*dict.fromkeys(name for result in timed for name in result.about)]
+        return table(keys, [result.values() for result in timed], width) if timed else ""
+
     def summary(self, results: list[Result]) -> list[str]:
         """Lines below the table of results that have times."""
         return []
@@ -167,10 +173,8 @@ def run(benchmark: Benchmark, console: Console, progress: Console, first_notes: 
         save()
     save()
     timed = _timed(results)
-    if timed:
-        keys = [*dict.fromkeys(name for result in timed for name in result.about)]
-        width = console.width if console.is_terminal else None
-        _say(console, table(keys, [result.values() for result in timed], width))
+    if text := benchmark.report(results, console.width if console.is_terminal else None):
+        _say(console, text)
     for line in (*benchmark.summary(timed), *notes):
         _say(console, line)
     for result in results:

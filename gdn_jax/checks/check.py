@@ -20,7 +20,7 @@ from rich.console import Console
 import gdn_jax
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import NAMES, bound, cancelling, head_axis, worst_ratio
-from gdn_jax.checks.cases import CASES, inputs
+from gdn_jax.checks.cases import CASES, Inputs, inputs
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import one_line
 from gdn_jax.commands.fields import Distinct, Seed
@@ -88,6 +88,23 @@ def value_and_gradients(implementation: str, options: dict) -> Callable:
     return call
 
 
+def supported_implementations(x: Inputs, options: dict) -> dict[str, str | None]:
+    """Why each implementation cannot run the call of `rule` on these inputs; None where it can."""
+    if x.g is None or x.g.ndim == 3:
+        return gdn_jax.supported_implementations(**x.arguments, state_layout=options["state_layout"])
+    reasons = gdn_jax.supported_implementations(*x.primals[:3])
+    packing = dict(cu_seqlens=x.cu_seqlens, segment_ids=x.segment_ids)
+    for name in reasons:
+        try:
+            jax.eval_shape(
+                lambda *x, name=name: rule(x, **packing, **options, implementation=name), *x.primals
+            )
+            reasons[name] = None
+        except NotImplementedError as error:
+            reasons[name] = str(error).removeprefix(f"implementation {name!r}: ")
+    return reasons
+
+
 class Row(NamedTuple):
     """Errors of one implementation on one case, given by its name.
 
@@ -144,7 +161,7 @@ def compare(
         cancels = cancelling(x.g, x.k)
         expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
         on_device = jax.tree.map(jnp.asarray, x)
-        support = gdn_jax.supported_implementations(**on_device.arguments, state_layout=case.state_layout)
+        support = supported_implementations(on_device, case.rule_options)
         for implementation, reason in support.items():
             if reason is not None:
                 not_run.setdefault(f"`{implementation}`, {dtype}: {reason}", []).append(name)

@@ -1,32 +1,85 @@
-"""The rule by mma.sync on a GPU: the public call, and cases of `mma_on_gpu` in the device's code and that of 8.0."""
+"""The rule by mma.sync on a GPU: the public call, and the kernels in the device's code and that of 8.0."""
 
+import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import missed
-import mma_on_gpu
 import numpy as np
 import pytest
 from harness import named, truth
+from tolerances import head_axis, kernel_tolerance, worst_ratio
 
 import gdn_jax
-from gdn_jax.checks import cases
+from gdn_jax.bench.measure import compiled
+from gdn_jax.checks import cases, oracle
 from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.checks.check import value_and_gradients
 from gdn_jax.shapes import RuleArrays
+from pallas_kernels.ampere import backward, walk
 from pallas_kernels.ampere import rule as mma_rule
+from pallas_kernels.backward.rule import OutputCotangents
 from pallas_kernels.device.needs import capabilities
+from pallas_kernels.tools.compiling import lowering_for
 
 pytestmark = pytest.mark.gpu(*capabilities(mma_rule.NEEDS))
 
 BY_MMA = functools.partial(gdn_jax.gated_delta_rule, implementation="mosaic_mma")
 
 
+VALUES = ("slow-decay", "mixed-decay", "reset-at-some-tokens", "beta-0-at-some-tokens", "correlated-keys")
+CHECKS = [
+    *((name, dtype, None) for dtype in ("bfloat16", "float16") for name in VALUES),
+    ("packed-reset", "bfloat16", None),
+    ("groupings-that-do-not-nest", "bfloat16", None),
+    ("packed-K128", "bfloat16", walk.Config(2)),
+    ("packed-K128", "bfloat16", walk.Config(1, 2)),
+]
+
+
+def kernels(options: dict[str, Any], primals, cotangents, cu_seqlens):
+    """Outputs and gradients of the kernels by mma.sync."""
+    x = RuleArrays(*primals, cu_seqlens, None)
+    backwards = {name: option for name, option in options.items() if name != "segment_chunks"}
+    o, final, residuals = mma_rule.forward(x, **options)
+    return o, final, *backward.backward(x, residuals, OutputCotangents(*cotangents), **backwards)
+
+
+def made(function: Callable[..., Any], arguments: tuple, as_8_0: bool) -> Callable[[], Any]:
+    """A call of a function, compiled as one CUDA graph."""
+    with lowering_for("8.0") if as_8_0 else contextlib.nullcontext():
+        program = compiled(function, *arguments)
+    return lambda: program(*arguments)
+
+
+def checked(name: str, dtype: str, config: Any, as_8_0: bool) -> str:
+    """Errors of a case, over their bounds."""
+    case = cases.CASES[name]
+    x = cases.inputs(case, dtype)
+    truth = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
+    options = dict(scale=case.K**-0.5 if case.scale is None else case.scale, state_layout=case.state_layout)
+    arguments = jax.tree.map(jnp.asarray, (x[:6], (x.do, x.dh_T), x.cu_seqlens))
+    call = made(functools.partial(kernels, options | {"config": config}), arguments, as_8_0)
+    results = jax.device_get(call())
+    parts = {
+        key: worst_ratio(truth[key], got, head_axis(key)) / kernel_tolerance(key, dtype, case)
+        for key, got in zip(NAMES, results, strict=True)
+        if got is not None
+    }
+    again = (jax.device_get(call()) for _ in range(20))
+    same = all(np.array_equal(a, b) for y in again for a, b in zip(y, results, strict=True) if b is not None)
+    text = " ".join(f"{key} {part:.2f}" for key, part in parts.items())
+    verdict = "ok" if max(parts.values()) <= 1 and same else "FAIL"
+    return f"{verdict}: {text}; 20 repeats {'equal' if same else 'DIFFER'}"
+
+
 @pytest.mark.parametrize("as_8_0", [False, True], ids=["", "as 8.0"])
-@pytest.mark.parametrize(("name", "dtype", "config"), mma_on_gpu.CHECKS)
+@pytest.mark.parametrize(("name", "dtype", "config"), CHECKS)
 def test_both_passes(name, dtype, config, as_8_0):
-    verdict = mma_on_gpu.checked(name, dtype, config, as_8_0)
+    verdict = checked(name, dtype, config, as_8_0)
     assert verdict.startswith("ok"), verdict
 
 
@@ -66,7 +119,7 @@ def test_segments(segment_chunks):
     x = cases.inputs(case, "bfloat16")
     options = dict(scale=case.K**-0.5, state_layout="vk", segment_chunks=segment_chunks)
     arguments = jax.tree.map(jnp.asarray, (x[:6], (x.do, x.dh_T), None))
-    results = mma_on_gpu.made(functools.partial(mma_on_gpu.both_passes, options), arguments, False)()
+    results = made(functools.partial(kernels, options), arguments, False)()
     got = dict(zip(NAMES, map(np.asarray, results), strict=True))
     missed.check(case, "bfloat16", truth(case.options, x), got, missed.MMA)
 
