@@ -22,11 +22,24 @@ from gdn_jax.losses import linear_softmax_cross_entropy
 from gdn_jax.parts.kernels import usable
 from gdn_jax.parts.norms import add_norm
 from gdn_jax.parts.swiglu import swiglu
+from gdn_jax.shapes import Dims
 from gdn_jax.training import kernels, peak
+from pallas_kernels.ampere import segments, walk
+from pallas_kernels.chunks import inverse, pairs
 from pallas_kernels.device import grid_barrier, launch
-from pallas_kernels.layer import cross_entropy, expert_product
+from pallas_kernels.layer import (
+    attention_rows,
+    cross_entropy,
+    dense_stages,
+    expert_gradient,
+    expert_product,
+    short_conv,
+)
 from pallas_kernels.layer.rows import num_ctas
+from pallas_kernels.token.decays import HeadDecay
+from pallas_kernels.token.plan import plan_of
 from pallas_kernels.tools.compiling import lowering_for
+from pallas_kernels.work import split as work_split
 
 REASON = "compute capability {}; these kernels need 9.0"
 MMA_REASON = "compute capability {}; the kernels by mma.sync need 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 or 12.0"
@@ -247,3 +260,42 @@ def test_plain_forms_lower_for_other_platforms(platform):
 
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(*tokens(B=1))
     assert "stablehlo" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("sms", [108, 114, 132, 144, 148])
+def test_grids_of_a_number_of_multiprocessors(sms, monkeypatch):
+    """A kernel that goes over its work in turns has a CTA for each, one whose CTAs wait for each other no more than
+    these, and cuts of long rows fill the device once. 108 is an A100, 114 and 132 are H100s, 148 is a B200."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=sms)
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    monkeypatch.setattr(jax, "local_devices", lambda *_: [gpu])
+    most = min(sms, launch.NUM_SMS)
+    assert (launch.num_sms(), grid_barrier.most_ctas()) == (sms, most)
+    for config in (expert_product, expert_gradient, inverse, pairs):
+        assert config.Config().ctas == sms
+    assert (num_ctas(10_000, 2), num_ctas(5, 2)) == (2 * sms, 5)
+    assert dense_stages.Config.default().ctas == most >= dense_stages.Config.default().slices > most - 16
+    for rows in (1, 32, 128):
+        parts = attention_rows.Config.default(rows, 32768).parts
+        assert 0.9 * sms * -(-rows * parts // sms) <= rows * parts or parts == 1
+    for heads in (8, 16, 32):
+        plan = plan_of(heads, 1, 128, 2048, 2048, jnp.bfloat16, HeadDecay())
+        assert isinstance(plan, str) or plan.ctas <= most
+
+    for heads, rows in ((8, 1), (16, 1), (32, 1), (64, 1), (32, 8)):
+        dims = Dims(B=rows, T=32768, N=rows, Hq=heads, Hk=heads, HV=heads, HO=heads, K=128, V=128)
+        chunks, walks = 32768 // 64, rows * heads
+        length = segments.choose(dims, packed=False)
+        assert length == 0 or -(-chunks // length) * walks * 2 <= sms
+        config = walk.Config.default(128, walks, lambda _: 116_000)
+        assert config.warpgroups == (2 if walks >= sms else 1)
+        split = work_split.choose_split(dims, 128, 128, work_split.work_of(dims, False, None))
+        warpgroups, length = split
+        ctas = walks * (2 // warpgroups) * -(-chunks // (length or chunks))
+        assert ctas >= sms // 2 and split == work_split.choose_split(
+            dims, 128, 128, work_split.work_of(dims, False, None), sms=sms
+        )
+    for T, walks in ((8192, 48), (2048, 192), (32768, 12)):
+        strip = short_conv.even_strip(T, walks, 4 * sms, 2)
+        ctas = walks * -(-T // strip)
+        assert 0.95 * 4 * sms * -(-ctas // (4 * sms)) <= ctas
