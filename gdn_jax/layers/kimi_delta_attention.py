@@ -11,7 +11,7 @@ from gdn_jax.gates import write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelMixer
 from gdn_jax.layers.mixer import MixerConfig
-from gdn_jax.styles import ROSE, WINE, Style
+from gdn_jax.styles import MAROON, ROSE, WINE, Style
 
 
 class KimiDeltaAttention(ChannelDecayMixer):
@@ -65,6 +65,6 @@ MIXERS: dict[str, MixerConfig] = {
         gate="lower_bound", style=Style(ROSE, "8", "none", (0, (5, 1)), "KDA, bounded gate")
     ),
     "kda_exponential": KimiDelta(
-        gate="exponential", style=Style(ROSE, "H", "full", (0, (1, 2)), "KDA, EDA's gate")
+        gate="exponential", style=Style(MAROON, "H", "full", (0, (1, 2)), "KDA, EDA's gate")
     ),
 }

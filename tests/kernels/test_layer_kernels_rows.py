@@ -92,7 +92,7 @@ def test_wide_rows_have_fewer_tiles_in_shared_memory():
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
-        ((256, 300, 2), (9, 8, 2)),  # the last slice and its last tiles begin with rows of those before
+        ((512, 300, 2), (17, 8, 2)),  # the last slice and its last tiles begin with rows of those before
         pytest.param(
             (512, 88, 0), (17, 16, 4, 1), marks=pytest.mark.slow
         ),  # a slot each; CTAs without a slice

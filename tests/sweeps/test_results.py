@@ -408,6 +408,9 @@ def test_numbers_in_texts_are_computed_or_are_facts(path):
     assert [*bare(source + '\nprose("It has 87.3 %.")')] == ["87.3"]
 
 
+FEW_SEEDS = "text_100m", "text_30m", "text_30m_seeds", "recall_mqar_start", "recall_mqar_place_kept"
+
+
 @pytest.mark.parametrize("path", sorted((RESULTS / "configs").iterdir()), ids=lambda path: path.stem)
 def test_configs_fit(path):
     """Every file of options can be used, is of the size that its name says, and is named in the protocol."""
@@ -420,7 +423,7 @@ def test_configs_fit(path):
     sweep_options.check(options)
     finding, size = path.stem.split(".")
     assert options.sweep.size == size
-    if finding not in ("text_100m", "text_30m", "text_30m_seeds", "recall_mqar_start", "recall_mqar_place_kept"):
+    if finding not in FEW_SEEDS:
         assert options.sweep.seeds >= 3
 
 
