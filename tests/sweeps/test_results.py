@@ -415,11 +415,10 @@ FEW_SEEDS = "text_100m", "text_30m", "text_30m_seeds", "recall_mqar_start", "rec
 def test_configs_fit(path):
     """Every file of options can be used, is of the size that its name says, and is named in the protocol."""
     assert path.stem in pages()["protocol.md"]
-    if apart.is_own(json.loads(path.read_text())):
+    config = json.loads(path.read_text())
+    if apart.is_own(config):
         return  # its mixers are those of `results.erase_and_write`, which has tests of its own
-    options = settings.from_file(
-        json.loads(path.read_text())["task"].split()[1], path, sweep_options.GridOptions()
-    )
+    options = settings.from_file(config["task"].split()[1], path, sweep_options.GridOptions())
     sweep_options.check(options)
     finding, size = path.stem.split(".")
     assert options.sweep.size == size
