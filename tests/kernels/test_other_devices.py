@@ -47,7 +47,7 @@ MMA_REASON = "compute capability {}; the kernels by mma.sync need 8.0, 8.6, 8.9,
 
 SPILLED = {f"verify on a ring, T 4, {of}" for of in ("vk", "int8", "vk, int8")}
 SPILLED |= {"decode deferred, int8", "layer of a token, qwen3.5-4b"}
-"""Calls whose kernels spill up to 80 bytes of registers on 10.0: those of drafts and of the layer do so on 9.0, too."""
+"""Calls whose kernels spill up to 80 bytes of registers on 10.0: those of drafts and of a layer do so on 9.0 too."""
 
 
 def pretend(monkeypatch, capability: str) -> None:
