@@ -77,20 +77,16 @@ class Recurrent:
         qkv, conv = serving.causal_conv1d(
             mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
         )
-        g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
-        o, state = serving.prefill(
-            *_heads(mixer, qkv),
-            g,
-            beta,
-            cu_seqlens,
-            pool.state,
-            erase=erase,
-            write=write,
-            use_qk_l2norm=True,
-            batch_invariant=self._batch_invariant,
-            **addresses,
-        )
+        options = addresses | dict(use_qk_l2norm=True, batch_invariant=self._batch_invariant)
+        o, state = self._prompts(mixer, x, _heads(mixer, qkv), cu_seqlens, pool.state, options)
         return mixer.rule_output(o, x), LayerPools(conv, state)
+
+    def _prompts(
+        self, mixer: Any, x: Float[Array, "1 T D"], qkv: tuple, cu_seqlens: Indices, state: Any, options: dict
+    ) -> tuple[Float[Array, "1 T HO V"], Any]:
+        """The rule of prompts, after the convolution."""
+        g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
+        return serving.prefill(*qkv, g, beta, cu_seqlens, state, erase=erase, write=write, **options)
 
     def decode(
         self, mixer: RecurrentMixer, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
@@ -185,27 +181,12 @@ class Erasing(Recurrent):
         """
         return super().make_pool(mixer, slots, dtype, None if ring is None else 2 * ring, capacity)
 
-    def prefill(
-        self,
-        mixer: Any,
-        x: Float[Array, "1 T D"],
-        pool: LayerPools,
-        cu_seqlens: Indices,
-        slots: Indices,
-        has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
-    ) -> tuple[Float[Array, "1 T D"], LayerPools]:
-        """Pieces of prompts, packed in one row."""
-        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
-        qkv, conv = serving.causal_conv1d(
-            mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
-        )
+    def _prompts(
+        self, mixer: Any, x: Float[Array, "1 T D"], qkv: tuple, cu_seqlens: Indices, state: Any, options: dict
+    ) -> tuple[Float[Array, "1 T HO V"], Any]:
         g, beta, strength, _ = mixer.gates(*mixer.raw_gates(x))
         erasure = mixer.erase_keys(x), strength
-        options = dict(use_qk_l2norm=True, batch_invariant=self._batch_invariant)
-        o, state = serving.erase_then_delta_prefill(
-            *_heads(mixer, qkv), g, beta, *erasure, cu_seqlens, pool.state, **addresses, **options
-        )
-        return mixer.rule_output(o, x), LayerPools(conv, state)
+        return serving.erase_then_delta_prefill(*qkv, g, beta, *erasure, cu_seqlens, state, **options)
 
     def decode(
         self, mixer: Any, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
@@ -219,28 +200,27 @@ class Erasing(Recurrent):
         )
         return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
 
-    def verify(
-        self,
-        mixer: Any,
-        x: Float[Array, "N T D"],
-        pool: LayerPools,
-        state_slots: Indices,
-        num_accepted_tokens: Indices,
-    ) -> tuple[Float[Array, "N T D"], LayerPools]:
-        """The last token and drafts of every request."""
-        spans = dict(num_accepted_tokens=num_accepted_tokens)
-        qkv, conv = serving.causal_conv1d_verify(
-            mixer.project_qkv(x), pool.conv, *mixer.filters(), state_slots=state_slots, **spans
-        )
-        o, state = serving.erase_then_delta_verify(
-            *_heads(mixer, qkv),
-            *self._erasure(mixer, x),
-            pool.state,
-            state_slots=draft_slots(pool.state, state_slots),
-            **spans,
-            **self._options(mixer),
-        )
-        return mixer.rule_output(o, x), LayerPools(conv, state)
+    def drafts(
+        self, mixer: Any, x: Float[Array, "N T D"], pool: LayerPools, slots: Indices
+    ) -> tuple[Float[Array, "N T D"], Accept]:
+        """See `chain`.
+
+        Raises:
+          NotImplementedError: the pool has rings, whose entries are counted one for each token.
+        """
+        if isinstance(pool.state, serving.RingPool):
+            raise NotImplementedError(
+                "ring: expected None where Erase-then-Delta Attention reads drafts: its tokens have two entries"
+            )
+        return super().drafts(mixer, x, pool, slots)
+
+    def _rule(self, mixer: Any, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
+        def run(state: Any, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
+            spans = dict(state_slots=state_slots, num_accepted_tokens=num_accepted_tokens)
+            tokens = *_heads(mixer, qkv), *self._erasure(mixer, x)
+            return serving.erase_then_delta_verify(*tokens, state, **spans, **self._options(mixer))
+
+        return run
 
     def _options(self, mixer: Any) -> dict[str, Any]:
         return super()._options(mixer) | {"bound": mixer.bound}

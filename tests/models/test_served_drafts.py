@@ -14,6 +14,7 @@ from test_drafts import CONFIG, made
 
 from gdn_jax import serving
 from gdn_jax.hf import load_hf
+from gdn_jax.layers.erase_then_delta import MIXERS
 from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.served import ServedModel
 from gdn_jax.rule import arguments
@@ -88,6 +89,23 @@ def test_every_request_gets_what_generate_gives(num_drafts, ring):
         want = wanted()[i % 8, : REQUESTS[i % 8][1]].tolist()
         end = want.index(stops[i]) + 1 if stops[i] in want else len(want)
         assert tokens.tolist() == want[:end], i
+
+
+def test_erasures():
+    """A token that is two of the delta rule is verified as one; rings, which count entries, are refused."""
+    eda = made(dataclasses.replace(SMALL, mixer=MIXERS["eda"], layer_types=("eda", "attention")), 1)
+    served = ServedModel(eda, drafts="mtp", num_drafts=2)
+    server = serving.Server(
+        served.prefill, served.decode, served.params, served.make_pools(2, capacity=64), max_batch=2
+    )
+    numbers = [server.submit(prompts()[i], 20) for i in (0, 3)]
+    got = server.run()
+    for i, number in zip((0, 3), numbers, strict=True):
+        want = generate(eda, put(prompts()[i][None].astype(np.int32)), 20)
+        np.testing.assert_array_equal(got[number], np.asarray(want)[0])
+    pools = served.make_pools(2, ring=8, capacity=64)
+    with pytest.raises(NotImplementedError, match="ring: expected None where Erase"):
+        jax.eval_shape(served.decode, served.params, np.zeros(2, np.int32), np.arange(2), pools)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", pytest.param("qwen3_5_moe_mtp", marks=pytest.mark.slow)])
