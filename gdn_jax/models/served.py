@@ -93,6 +93,11 @@ class ServedModel:
             jnp.dtype(dtype)
         except TypeError:
             raise ValueError(f"dtype: expected a dtype of states, got {dtype!r}") from None
+        if ring is not None and self._chain > 1 and any(kind.entries > 1 for kind in self._kinds):
+            raise ValueError(
+                "ring: expected None with drafts of Erase-then-Delta Attention, whose tokens have two entries, "
+                f"got {ring}"
+            )
         layers = zip(self._kinds, self._mixers, strict=True)
         pools = tuple(kind.make_pool(mixer, slots, dtype, ring, capacity) for kind, mixer in layers)
         return self._drafts.make_pools(pools, slots, capacity)

@@ -4,7 +4,7 @@ A kind of layers is an object with the same five methods. The arguments of the c
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,9 @@ class Recurrent:
       batch_invariant: of `serving.decode` and `serving.prefill`.
     """
 
+    entries: ClassVar[int] = 1
+    """Entries of a ring that a token has."""
+
     def __init__(self, batch_invariant: bool):
         self._batch_invariant = batch_invariant
 
@@ -60,7 +63,7 @@ class Recurrent:
         state = of_dtype(state, dtype)
         if ring is not None:
             heads = dict(num_key_heads=mixer.num_heads, channels=mixer.by_channels)
-            state = serving.make_ring_pool(state, length=ring, **heads)
+            state = serving.make_ring_pool(state, length=ring * self.entries, **heads)
         return LayerPools(conv, state)
 
     def prefill(
@@ -82,7 +85,13 @@ class Recurrent:
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
     def _prompts(
-        self, mixer: Any, x: Float[Array, "1 T D"], qkv: tuple, cu_seqlens: Indices, state: Any, options: dict
+        self,
+        mixer: Any,
+        x: Float[Array, "1 T D"],
+        qkv: tuple[Array, Array, Array],
+        cu_seqlens: Indices,
+        state: Any,
+        options: dict,
     ) -> tuple[Float[Array, "1 T HO V"], Any]:
         """The rule of prompts, after the convolution."""
         g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
@@ -169,20 +178,21 @@ class Recurrent:
 
 
 class Erasing(Recurrent):
-    """Layers of Erase-then-Delta Attention, `EraseThenDelta`, whose token is two of the delta rule."""
+    """Layers of Erase-then-Delta Attention, `EraseThenDelta`, whose token is two of the delta rule.
 
-    def make_pool(
-        self, mixer: Any, slots: int, dtype: DTypeLike, ring: int | None, capacity: int | None
-    ) -> LayerPools:
-        """Empty pools of a layer; a ring has two entries for each token, and kernels take rings of 16 entries.
+    Kernels take rings of 16 entries, so of 8 tokens.
+    """
 
-        Raises:
-          ValueError: as `Recurrent.make_pool`.
-        """
-        return super().make_pool(mixer, slots, dtype, None if ring is None else 2 * ring, capacity)
+    entries = 2
 
     def _prompts(
-        self, mixer: Any, x: Float[Array, "1 T D"], qkv: tuple, cu_seqlens: Indices, state: Any, options: dict
+        self,
+        mixer: Any,
+        x: Float[Array, "1 T D"],
+        qkv: tuple[Array, Array, Array],
+        cu_seqlens: Indices,
+        state: Any,
+        options: dict,
     ) -> tuple[Float[Array, "1 T HO V"], Any]:
         g, beta, strength, _ = mixer.gates(*mixer.raw_gates(x))
         erasure = mixer.erase_keys(x), strength
@@ -199,20 +209,6 @@ class Erasing(Recurrent):
             *_heads(mixer, qkv), a, b, e, w, pool.state, read_slots=slots, **self._options(mixer)
         )
         return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
-
-    def drafts(
-        self, mixer: Any, x: Float[Array, "N T D"], pool: LayerPools, slots: Indices
-    ) -> tuple[Float[Array, "N T D"], Accept]:
-        """See `chain`.
-
-        Raises:
-          NotImplementedError: the pool has rings, whose entries are counted one for each token.
-        """
-        if isinstance(pool.state, serving.RingPool):
-            raise NotImplementedError(
-                "ring: expected None where Erase-then-Delta Attention reads drafts: its tokens have two entries"
-            )
-        return super().drafts(mixer, x, pool, slots)
 
     def _rule(self, mixer: Any, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
         def run(state: Any, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
@@ -243,6 +239,8 @@ class Attending:
       batch_invariant: whether a request's bits do not hang on the other requests; else single tokens take a kernel
         that cuts a few requests into more parts than many.
     """
+
+    entries: ClassVar[int] = 1
 
     def __init__(self, batch_invariant: bool):
         self._batch_invariant = batch_invariant
