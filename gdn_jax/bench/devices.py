@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     cases: names of cases of the rule.
     dtypes: their dtypes.
     decode, prefill: tokens and prompts.
-    model: whose parts are called, on a row of so many tokens.
+    model: its parts are called, on a row of this number of tokens.
     table: rows of the rule that are timed, each with its pass.
     """
 

@@ -10,8 +10,8 @@ The column "ms of bytes" is the time of the bytes that a token has to move at le
 the weights that its rows are multiplied by, with all experts that one of them chooses, all states once in and once
 out, all keys and values once in. The part that grows with the context is the attention layers'.
 
-The column "first s" has the seconds that tracing and compiling take: of a prompt those of the first call, which reads
-it once; of tokens those before the first call.
+The column "first s" has the seconds that tracing and compiling take. A prompt's seconds are its first call, which
+reads it once; for tokens they end before the first call.
 """
 
 import dataclasses

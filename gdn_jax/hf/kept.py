@@ -102,7 +102,7 @@ def named(params: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
 def tensors_of(weight: Weight, kept: list[Kept]) -> tuple[list[np.ndarray], list[np.ndarray]] | None:
     """Codes and scales of blocks of 128 x 128 of each tensor of a weight.
 
-    None where rows of one block have unlike scales, as those of parameters have that were quantised by themselves.
+    None where rows of one block have unlike scales: somebody quantised the parameters one by one.
     """
     codes, scales = zip(*(x.parts() for x in kept), strict=True)
     rows = [*weight.write([*scales])]

@@ -102,8 +102,8 @@ def load_hf(
       weight_dtype: of the weights, where products have another one. An FP8 checkpoint, matrices in E4M3
         with a scale for each block, is brought to it as it is read, float32(values) * float32(scale) rounded once.
       weights: "float8": the matrices that FP8 checkpoints of Qwen's models have in 8 bits are kept so, with their
-        scales: those of such a checkpoint as they are, others rounded to blocks of 128 x 128, as `save_hf` does. The
-        model needs about half the memory and cannot be trained. None: all are brought to `weight_dtype`.
+        scales: an FP8 checkpoint keeps its codes, other weights are rounded to blocks of 128 x 128, as `save_hf`
+        does. The model needs about half the memory and cannot be trained. None: all are brought to `weight_dtype`.
       mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
         divide, the rest is on every one. None: JAX's default device.
       implementation: of the rule, see `gated_delta_rule`.

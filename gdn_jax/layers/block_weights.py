@@ -14,7 +14,7 @@ from gdn_jax.parts.products import Addend
 from gdn_jax.parts.swiglu import gated
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Projections that are kept in 8 bits, those of FP8 checkpoints. Narrow ones of decays and strengths are not."""
+"""Projections that are kept in 8 bits, as in FP8 checkpoints. Narrow ones, to decays and strengths, stay whole."""
 BLOCKS = "_blocks"
 """Ending of the name of a `BlockWeight`, after the name of the parameter in whose place it is."""
 
@@ -48,7 +48,7 @@ class BlockLinear(nnx.Linear):
     """
 
     def __init__(self, linear: nnx.Linear):
-        # Not that of nnx.Linear, which makes a weight: here it is a property, for those who read it.
+        # Without nnx.Linear's __init__, which makes a weight: here the weight is a property, for code that reads it.
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype, self.param_dtype = linear.dtype, linear.param_dtype
         self.use_bias, self.bias = linear.use_bias, linear.bias

@@ -61,8 +61,7 @@ def cached_attention(
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B S N K"], Float[Array, "B S N K"]]:
     """`models.Attention.heads` and `parts.attention_rows` of a token of each row, by two kernels.
 
-    A loop that carries the cache has it changed where it lies; elsewhere
-    XLA copies it.
+    A loop that carries the cache has it changed where it lies; elsewhere XLA copies it.
 
     Args:
       channels: products of the layer's input, for which `takes` is true: those of queries, keys and values, then any
