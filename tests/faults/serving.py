@@ -239,8 +239,8 @@ FAULTS = (
     ),
     Fault(
         "a ring has one entry for each token with an erasure",
-        "None if ring is None else 2 * ring, capacity)",
-        "ring, capacity)",
+        "length=ring * self.entries, ",
+        "length=ring, ",
         "tests/serving/test_serving_erasures.py::test_rings_hold_tokens",
     ),
     Fault(
