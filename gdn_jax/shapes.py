@@ -41,7 +41,7 @@ chunk of one head has
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,8 @@ class Choice(NamedTuple):
     """Whether weights are divided by their sum."""
     factor: float
     """Factor of the weights."""
+    scoring: Literal["sigmoid", "softmax"] = "sigmoid"
+    """What is made of the router's products."""
 
 
 class Convolution(NamedTuple):

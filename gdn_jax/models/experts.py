@@ -12,9 +12,8 @@ from gdn_jax.layers.block_weights import BlockSwiGLU, BlockWeight
 from gdn_jax.layers.blocks import Initializer, NoDecayParam, SwiGLU
 from gdn_jax.models.config import ExpertsConfig
 from gdn_jax.parts.block_weights import dequantised
-from gdn_jax.parts.experts import FEW, mixture
-from gdn_jax.parts.kernels import usable
-from gdn_jax.parts.routing import choose, largest
+from gdn_jax.parts.experts import mixture
+from gdn_jax.parts.routing import choose
 from gdn_jax.parts.swiglu import gated
 from gdn_jax.shapes import Choice
 
@@ -117,22 +116,14 @@ class Experts(nnx.Module):
 
     def chosen(self, scores: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """`route` from scores."""
-        c, few = self.config, scores.shape[0] <= FEW
-        if (choice := self.choice()) is not None:
-            assert self.router_bias is not None
-            return choose(scores, self.router_bias[...], choice, implementation=self.implementation)
-        # Largest scores are found by counting on a GPU, where a sort is many kernels.
-        counts = few and usable(self.implementation)
-        weights, chosen = largest(jax.nn.softmax(scores, axis=-1), c.per_token, counts)
-        if c.normalise:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, chosen
+        bias = None if self.router_bias is None else self.router_bias[...]
+        return choose(scores, bias, self.choice(), implementation=self.implementation)
 
-    def choice(self) -> Choice | None:
-        """How sigmoid routing chooses; None for the other."""
+    def choice(self) -> Choice:
+        """How experts are chosen."""
         c, routing = self.config, self.config.routing
         if routing is None:
-            return None
+            return Choice(c.per_token, 1, 1, c.normalise, 1.0, "softmax")
         return Choice(c.per_token, routing.groups, routing.kept_groups, c.normalise, routing.factor)
 
     def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.partitioning import expected_shards, lie_on_explicit_axes
-from gdn_jax.parts.kernels import fused_op, is_whole, run, token_op, usable
+from gdn_jax.parts.kernels import fused_op, run, usable
 
 FEW = 128
 """Rows up to which to read the weights of an expert takes longer than to multiply by them."""
@@ -273,42 +273,3 @@ class SharedExpert(NamedTuple):
     gate: Float[Array, "D S"]
     up: Float[Array, "D S"]
     down: Float[Array, "S D"]
-
-
-def takes(
-    rows: jax.Array | jax.ShapeDtypeStruct,
-    gate_up: Float[Array, "E D F2"],
-    shared: SharedExpert,
-    implementation: str | None,
-) -> bool:
-    """Whether `row_mixture` takes a call, from its arrays or their shapes: one row in 16 bits, on one device."""
-    from pallas_kernels.layer.expert_row import check_supported
-
-    if rows.shape[0] != 1 or not usable(implementation):
-        return False
-    arrays = gate_up, *shared, *((rows,) if isinstance(rows, jax.Array) else ())
-    like = jax.ShapeDtypeStruct(gate_up.shape, rows.dtype)
-    return is_whole(*arrays) and check_supported(rows, like, shared.gate.shape[1]) is None
-
-
-@token_op
-def row_mixture(
-    row: Float[Array, "1 D"],
-    weights: Float[Array, "1 k"],
-    chosen: Int[Array, "1 k"],
-    gate_up: Float[Array, "E D F2"],
-    down: Float[Array, "E F D"],
-    shared: SharedExpert,
-    weight: Float[Array, "1"] | None = None,
-) -> Float[Array, "P 1 D"]:
-    """`mixture` of one row and a shared expert, times its weight if it has one, by two kernels, in parts.
-
-    Args: those of `mixture`, for which `takes` is true.
-
-    Returns:
-      The parts, float32. Numerics: nothing in between is rounded.
-    """
-    from pallas_kernels.layer.expert_row import expert_row
-
-    experts = gate_up.astype(row.dtype), down.astype(row.dtype)
-    return expert_row(row, weights, chosen, *experts, tuple(shared), weight)[:, None]

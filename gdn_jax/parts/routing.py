@@ -1,4 +1,4 @@
-"""Which experts a token gets, and with which weights: the largest of sigmoids, in groups."""
+"""Which experts a token gets, and with which weights: the largest of a softmax, or of sigmoids in groups."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ from gdn_jax.shapes import Choice
 
 def choose(
     x: Float[Array, "N E"],
-    bias: Float[Array, " E"],
+    bias: Float[Array, " E"] | None,
     choice: Choice,
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-    """The experts e with the k largest sigmoid(x)_e + bias_e of each row, and their sigmoids as weights.
+    """The experts e with the k largest sigmoid(x)_e + bias_e or softmax(x)_e of each row, and these as their weights.
 
-    A kernel chooses for up to 128 rows and 64, 128 or 256 experts; plain JAX would be ten kernels. The result can be
-    differentiated once, in reverse; the bias takes part in the choice alone.
+    A kernel chooses by sigmoids for up to 128 rows and 64, 128 or 256 experts; plain JAX would be ten kernels. The
+    result can be differentiated once, in reverse; the bias takes part in the choice alone.
 
     Args:
       x: scores, float32.
-      bias: what is added to sigmoids to choose by, float32.
+      bias: what is added to sigmoids to choose by, float32; None with softmax.
       choice: how many, and from what.
       implementation: as for `parts.kernels.usable`.
 
@@ -36,7 +36,7 @@ def choose(
     from pallas_kernels.layer import routing
 
     few = x.shape[0] <= FEW and usable(implementation)
-    wide = x.dtype == bias.dtype == jnp.float32
+    wide = all(y is None or y.dtype == jnp.float32 for y in (x, bias))
     if few and wide and routing.check_supported(x.shape[1], choice) is None:
         return _choose(choice, x, bias)
     return plain_choose(choice, x, bias, few)
@@ -48,8 +48,8 @@ def plain_choose(choice: Choice, x, bias, counts: bool = False):
     Args:
       counts: as for `largest`.
     """
-    scores = jax.nn.sigmoid(x)
-    biased = _nan_first(scores + bias)
+    scores = jax.nn.softmax(x, axis=-1) if choice.scoring == "softmax" else jax.nn.sigmoid(x)
+    biased = _nan_first(scores if bias is None else scores + bias)
     if choice.kept_groups < choice.groups:
         biased = biased.reshape(len(x), choice.groups, -1)
         of_groups = _nan_first(jnp.sum(largest(biased, 2, counts)[0], axis=-1))
@@ -116,7 +116,7 @@ _choose = fused_op(_forward, _backward)
 
 def takes(
     x: Float[Array, "*S D"],
-    router: Float[Array, "E D"],
+    router: Float[Array, "R D"],
     choice: Choice,
     gate_up: Float[Array, "E D F2"],
     shared: SharedExpert,
@@ -136,8 +136,8 @@ def routed_stream(
     x: Float[Array, "*S D"],
     y: Float[Array, "*P D"] | None,
     norm: Float[Array, " D"],
-    router: Float[Array, "E D"],
-    bias: Float[Array, " E"],
+    router: Float[Array, "R D"],
+    bias: Float[Array, " E"] | None,
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
     shared: SharedExpert,
@@ -148,13 +148,14 @@ def routed_stream(
 ) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"]]:
     """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
-    `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added.
+    `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added,
+    times the sigmoid of the last score where the router has a row more than there are experts.
 
     Args:
       x: residual stream, for which, with the experts, `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       norm: weight of the norm, float32.
-      router: float32.
+      router: a row for each expert, and one for the gate of the shared expert, if it has one.
       bias: as for `choose`.
       gate_up, down: as for `parts.experts.mixture`.
       shared: an expert that every token has.

@@ -13,27 +13,34 @@ from pallas_kernels.device.lanes import WARP, WARPS, lane_layout
 
 
 @functools.cache
-def pick(experts: int, choice: Any):
+def pick(experts: int, choice: Any, is_gated: bool):
     """The operation (chosen, weights, words, bias): numbers and weights to shared memory, from published scores.
 
     The first warp of the warpgroup that calls it waits for the scores. bias is in a layout in which every warp has
-    all of it, and a thread neighbours.
+    all of it, and a thread neighbours; with softmax there is none.
 
     Args:
-      experts: how many there are, 64, 128 or 256.
+      experts: how many there are, 64, 128, 256 or, with softmax, 512.
       choice: how they are chosen, a `gdn_jax.shapes.Choice`.
+      is_gated: whether a score after theirs is that of the shared expert.
     """
-    layout = lane_layout(WARP, experts // WARP).reduce(0)
+    is_softmax = choice.scoring == "softmax"
+    biases = () if is_softmax else (lane_layout(WARP, experts // WARP).reduce(0),)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), layout))
-    def operation(ctx, chosen, weights, words, bias):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), *biases))
+    def operation(ctx, chosen, weights, words, *bias):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         thread = utils.thread_idx()
         lane = arith.andi(thread, _int(WARP - 1))
         branch = scf.IfOp(_same(arith.andi(thread, _int(WARPS * WARP - WARP)), _int(0)))
         with ir.InsertionPoint(branch.then_block):
-            s = [_sigmoid(arith.bitcast(f32, word)) for word in _published(words, lane, experts)]
-            c = [_nan_first(arith.addf(x, y)) for x, y in zip(s, _numbers(bias), strict=True)]
+            found = [arith.bitcast(f32, word) for word in _published(words, lane, experts, is_gated)]
+            x, own = found[: experts // WARP], found[experts // WARP :]
+            if is_softmax:
+                s, c = _exponentials(x, not choice.normalise), [_nan_first(y) for y in x]
+            else:
+                s = [_sigmoid(y) for y in x]
+                c = [_nan_first(arith.addf(y, z)) for y, z in zip(s, _numbers(bias[0]), strict=True)]
             if choice.kept_groups < choice.groups:
                 c = _kept(c, lane, choice)
             number, weight = _largest(s, c, lane, choice)
@@ -43,13 +50,20 @@ def pick(experts: int, choice: Any):
                 memref.store(arith.bitcast(i32, number), chosen, [place])
                 memref.store(weight, weights, [place])
                 scf.yield_([])
+            last: Any = utils.c(choice.per_token, ir.IndexType.get())
+            is_first = scf.IfOp(_same(lane, _int(0)))
+            with ir.InsertionPoint(is_first.then_block):
+                of_shared = _sigmoid(own[0]) if is_gated else _float(1.0)
+                memref.store(of_shared, weights, [last])
+                scf.yield_([])
             scf.yield_([])
 
     return operation
 
 
-def _published(words: Any, lane: Any, experts: int) -> list[Any]:
-    """This thread's words of those that CTAs publish, once all of the warp's are there."""
+def _published(words: Any, lane: Any, experts: int, is_gated: bool) -> list[Any]:
+    """This thread's words of those that CTAs publish, and that of the shared expert, once all of the warp's are
+    there."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     own, at_once = experts // WARP, min(4, experts // WARP)
     first = arith.addi(arith.muli(lane, _int(own)), _int(LINE))
@@ -57,8 +71,10 @@ def _published(words: Any, lane: Any, experts: int) -> list[Any]:
         llvm.ptrtoint(i64, utils.memref_ptr(words)), arith.muli(arith.extui(i64, first), utils.c(4, i64))
     )
     places = ", ".join(f"${i}" for i in range(at_once))
-    loop = scf.WhileOp([i32] * own, [_int(0)] * own)
-    before = loop.before.blocks.append(*[i32] * own)
+    last = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(words)), utils.c(4 * (LINE + experts), i64))
+    count = own + is_gated
+    loop = scf.WhileOp([i32] * count, [_int(0)] * count)
+    before = loop.before.blocks.append(*[i32] * count)
     with ir.InsertionPoint.at_block_begin(before):
         found: list[Any] = []
         for n in range(0, own, at_once):
@@ -67,6 +83,13 @@ def _published(words: Any, lane: Any, experts: int) -> list[Any]:
                 llvm.inttoptr(ir.Type.parse("!llvm.ptr"), arith.addi(address, utils.c(4 * n, i64))),
                 result_types=[i32] * at_once,
                 has_side_effects=True,
+            )
+        if is_gated:
+            pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr"), last)
+            found.append(
+                utils.inline_ptx(
+                    "ld.relaxed.gpu.global.u32 $0, [$1];", pointer, result_types=i32, has_side_effects=True
+                )
             )
         unknown = functools.reduce(arith.ori, [_same(x, _int(UNKNOWN)) for x in found])
         some = utils.inline_ptx(
@@ -77,16 +100,39 @@ def _published(words: Any, lane: Any, experts: int) -> list[Any]:
             convergent=True,
         )
         scf.condition(arith.cmpi(arith.CmpIPredicate.ne, some, _int(0)), found)
-    after = loop.after.blocks.append(*[i32] * own)
+    after = loop.after.blocks.append(*[i32] * count)
     with ir.InsertionPoint.at_block_begin(after):
         scf.yield_(list(after.arguments))
     return list(loop.results)
 
 
-def _sigmoid(x: Any) -> Any:
+def _exp(x: Any, sign: int = 1) -> Any:
+    """exp(sign x)."""
     f32, log2_e = ir.F32Type.get(), 1.4426950408889634
-    power = utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", arith.mulf(x, _float(-log2_e)), result_types=f32)
-    return arith.divf(_float(1.0), arith.addf(_float(1.0), power))
+    return utils.inline_ptx(
+        "ex2.approx.ftz.f32 $0, $1;", arith.mulf(x, _float(sign * log2_e)), result_types=f32
+    )
+
+
+def _sigmoid(x: Any) -> Any:
+    return arith.divf(_float(1.0), arith.addf(_float(1.0), _exp(x, -1)))
+
+
+def _exponentials(x: list[Any], normalises: bool) -> list[Any]:
+    """exp(x - max x) over the numbers of a warp, or these over their sum."""
+
+    def over_the_warp(operation: Any, x: list[Any]) -> Any:
+        total = functools.reduce(operation, x)
+        for distance in (1, 2, 4, 8, 16):
+            total = operation(total, utils.shfl_bfly(total, distance))
+        return total
+
+    most = over_the_warp(arith.maximumf, x)
+    s = [_exp(arith.subf(y, most)) for y in x]
+    if not normalises:
+        return s
+    total = over_the_warp(arith.addf, s)
+    return [arith.divf(y, total) for y in s]
 
 
 def _nan_first(x: Any) -> Any:

@@ -16,8 +16,10 @@ from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.expert_walk import DEPTH
 from pallas_kernels.layer.tile_ring import TileRing
+
+DEPTH = 32
+"""Numbers of the sum in a tile of the branches."""
 
 COLUMNS = 128
 """Columns of a tile of the branches, and numbers of h that belong to one expert."""
@@ -75,6 +77,13 @@ class Sizes(NamedTuple):
     k: int
     S: int
     E: int
+    scores: int
+    """Rows of the router: E, and one more where the shared expert has a gate."""
+
+    @property
+    def experts(self) -> tuple[int, int, int]:
+        """Inner width of an expert, experts of a token, and inner width of the shared one."""
+        return self.F, self.k, self.S
 
     def branches(self, config: Config) -> tuple[Share, Share]:
         """Shares of the branches of the shared expert and of the chosen ones."""
@@ -92,15 +101,14 @@ class Sizes(NamedTuple):
         return each, pl.cdiv(self.blocks, each)
 
 
-CHUNK = 128
+CHUNKS = (128, 256)
 """Numbers of the stream that a warp makes, where several warpgroups make the row."""
 
 
 def makers(D: int, warpgroups: int) -> int:
-    """Warpgroups that make a row of D together: the more, the fewer loads wait for each other. The last one has the
-    choice to make."""
-    n, rest = divmod(D, WARPS * CHUNK)
-    return n if not rest and n < warpgroups else 1
+    """Warpgroups that make a row of D together: the more, the fewer loads wait for each other."""
+    found = (divmod(D, WARPS * chunk) for chunk in CHUNKS)
+    return next((n for n, rest in found if not rest and n <= warpgroups), 1)
 
 
 class Router:
@@ -115,7 +123,7 @@ class Router:
 
     def load(self) -> tuple[list[jax.Array], jax.Array, list[jax.Array]]:
         """Asks for all that is needed."""
-        gmem, own, last = self.gmem, self.own, self.gmem.bias.shape[0] - 1
+        gmem, own, last = self.gmem, self.own, self.gmem.router.shape[0] - 1
         parts = [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
         rows = [r.load_whole(gmem.router.at[jnp.minimum(e, last), own]) for e in self.experts]
         return [r.load_whole(part) for part in (gmem.x.at[own], *parts)], r.load_whole(gmem.w.at[own]), rows
@@ -125,7 +133,7 @@ class Router:
         (parts, w, rows), gmem, smem, own = loaded, self.gmem, self.smem, self.own
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
         n = s * w
-        sums = [r.row_sum(s * s), *(r.row_sum(n * row) for row in rows)]
+        sums = [r.row_sum(s * s), *(r.row_sum(n * row.astype(jnp.float32)) for row in rows)]
         for i, of_warps in enumerate(sums):
             store_any(smem.of_warps.at[i, own], of_warps)
         plgpu.commit_smem()
@@ -138,7 +146,7 @@ class Router:
         )
         scale = lax.rsqrt(square / smem.v.size + self.eps)
         for e, product in zip(self.experts, products, strict=True):
-            publishes = (e < gmem.bias.shape[0]) & (self.wg == 0)
+            publishes = (e < gmem.router.shape[0]) & (self.wg == 0)
             pl.when(publishes)(lambda e=e, x=product * scale: self.barrier.publish(e, x))
         store_any(smem.v.at[own], n * scale)
         plgpu.commit_smem()
@@ -149,7 +157,7 @@ class Router:
     def forget(self) -> None:
         """Takes the scores back."""
         for e in self.experts:
-            pl.when(e < self.gmem.bias.shape[0])(lambda e=e: self.barrier.withdraw(e))
+            pl.when(e < self.gmem.router.shape[0])(lambda e=e: self.barrier.withdraw(e))
 
 
 class Tiles:
@@ -200,7 +208,7 @@ class Branches:
         self.last = self.ring.before(self.shared.count + self.chosen.count)
 
     def _copy(self, i: Any, slot: Any, barrier: Any) -> None:
-        gmem, (_, F, k, S, _), own = self.gmem, self.sizes, i - self.shared.count
+        gmem, (F, k, S), own = self.gmem, self.sizes.experts, i - self.shared.count
 
         @pl.when(own < 0)
         def _():
@@ -283,7 +291,7 @@ class Down:
         self.end = self.ring.before(self.count)
 
     def _copy(self, i: Any, slot: Any, barrier: Any) -> None:
-        gmem, (_, F, k, *_), columns = self.gmem, self.sizes, self.columns
+        gmem, (F, k, _), columns = self.gmem, self.sizes.experts, self.columns
         number = (self.first + i) * COLUMNS
         j = jnp.minimum(lax.div(number, jnp.int32(F)), k)
         rows = pl.ds(number - j * F, COLUMNS)
@@ -307,7 +315,7 @@ class Down:
 
     def make_row(self) -> None:
         """Writes this warpgroup's blocks of h, times their weights, to shared memory."""
-        (_, F, k, S, _), gmem = self.sizes, self.gmem
+        (F, k, S), gmem = self.sizes.experts, self.gmem
         layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
         parts, of_shared = gmem.seen_h.shape[0], gmem.seen_g.shape[0]
 
@@ -343,8 +351,7 @@ class Down:
         loaded = [branches(self.first + jnp.minimum(i, last)) for i in own]
         for i, (j, numbers) in zip(own, loaded, strict=True):
             gate, up = (functools.reduce(jnp.add, x) for x in (numbers[:parts], numbers[parts:]))
-            weight = jnp.where(j < k, self.smem.weights[jnp.minimum(j, k - 1)], 1.0)
-            h = gate / (1.0 + jnp.exp(-gate)) * up * weight
+            h = gate / (1.0 + jnp.exp(-gate)) * up * self.smem.weights[j]
 
             @pl.when(i < self.count)
             def _(i=i, h=h):

@@ -1,8 +1,8 @@
 """The second half of a layer for one row, as one kernel: norm, router, choice of the experts, and the experts.
 
-    s = x + y,   v = s (mean(s^2) + eps)^(-1/2) w,   e, weights = choice(v R^T, bias)
-    h_j = silu(v A_e) * (v B_e)   with [A_e | B_e] = gate_up[e], e = e_j;   the shared expert beside them
-    z = sum_j weights_j h_j W_e + h_shared W
+    s = x + y,   v = s (mean(s^2) + eps)^(-1/2) w,   e, weights = choice(v R^T, bias), see `row_choice`
+    h_j = silu(v A_e) * (v B_e)   with [A_e | B_e] = gate_up[e], e = e_j;   the shared expert next to them
+    z = sum_j weights_j h_j W_e + weight h_shared W,   weight = 1 or, of the last row of R, sigmoid(v r)
 
 Three stages (`device.grid_barrier`): scores are published, and behind the branches is a barrier over all CTAs. While
 one stage ends, tiles of the next one are on their way to shared memory, so that memory does not stand still. Only the
@@ -18,9 +18,10 @@ experts have to be known.
 All tiles of the chosen experts are shared out evenly, and those of the shared one too: every multiprocessor reads as
 much. A sum is made in parts by several CTAs; who reads it adds the parts up, always in one order.
 
-Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D], router [E, D], bias [E], all float32;
-gate_up [E, D, 2 F], down [E, F, D]; of the shared expert gate, up [D, S], shared_down [S, D]; all matrices of one
-dtype, bfloat16 or float16. Between the stages (GMEM): the scores; parts of both branches h [parts, k 2 F] and
+Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] and with sigmoids bias [E], float32;
+router [E, D], or [E + 1, D] where the shared expert has a gate, float32, bfloat16 or float16; gate_up [E, D, 2 F],
+down [E, F, D]; of the shared expert gate, up [D, S], shared_down [S, D]; these matrices of one dtype, bfloat16 or
+float16. Between the stages (GMEM): the scores; parts of both branches h [parts, k 2 F] and
 g [parts, 2 S], all float32. Outputs (GMEM): s [1, D] of x's dtype, where there is y; z in parts [parts, D] float32.
 Grid: as many CTAs of four warpgroups as there are multiprocessors. Shared memory: `_memory`.
 
@@ -56,9 +57,9 @@ from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, s
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import row_choice
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.expert_walk import DEPTH
 from pallas_kernels.layer.routed_stages import (
     COLUMNS,
+    DEPTH,
     DOWN_COLUMNS,
     Branches,
     Config,
@@ -97,7 +98,7 @@ def check_supported(
         return f"rows of {D} and {ctas} multiprocessors; the kernel takes {DOWN_COLUMNS} columns for each"
     if (reason := row_choice.check_supported(E, choice)) is not None:
         return reason
-    sizes = Sizes(D, F2 // 2, choice.per_token, shared, E)
+    sizes = Sizes(D, F2 // 2, choice.per_token, shared, E, E + 1)
     if _fitting(sizes, Config(ctas), choice, gate_up.dtype) is None:
         return f"rows of {D} and experts of {F2 // 2}; their parts have more than {SMEM_LIMIT} bytes"
     return None
@@ -122,7 +123,7 @@ def _memory(sizes: Sizes, config: Config, choice: Choice, dtype: Any) -> Memory:
         "tiles": Buffer((slots, DEPTH, COLUMNS), dtype),
         "down_tiles": Buffer((down, COLUMNS, DOWN_COLUMNS), dtype),
         "v": Buffer((warps, sizes.D // warps)),
-        "of_warps": Buffer((1 + pl.cdiv(sizes.E, config.ctas), warps)),
+        "of_warps": Buffer((1 + pl.cdiv(sizes.scores, config.ctas), warps)),
         "h": Buffer((each * COLUMNS,)),
         "sums": Buffer((shared.spans + chosen.spans, warpgroups, WARPS, COLUMNS)),
         "full": Barriers(arrivals=1, count=slots),
@@ -157,7 +158,7 @@ def _body(
     pl.when(wg < router.makers)(lambda: router.make(router.load()))  # what it reads would come behind copies
     experts.begin()
     down.begin_known()
-    pl.when(wg == config.warpgroups - 1)(lambda: row_choice.choose(gmem, smem, choice, interpreted))
+    pl.when(wg == config.warpgroups - 1)(lambda: row_choice.choose(gmem, smem, choice, sizes.E, interpreted))
     plgpu.barrier_wait(smem.v_made)
     experts.add_shared()
     meet()
@@ -179,8 +180,8 @@ def routed_stream(
     x: Float[Array, "1 D"],
     y: Float[Array, "P D"] | None,
     norm: Float[Array, " D"],
-    router: Float[Array, "E D"],
-    bias: Float[Array, " E"],
+    router: Float[Array, "R D"],
+    bias: Float[Array, " E"] | None,
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
     shared: tuple[Float[Array, "D S"], Float[Array, "D S"], Float[Array, "S D"]],
@@ -197,8 +198,8 @@ def routed_stream(
       x: stream, for which, with the experts, `check_supported` is None.
       y: what is added to it, in parts.
       norm: weight of the norm.
-      router: rows that the norm is multiplied by for the scores.
-      bias: what is added to the scores' sigmoids to choose by.
+      router: rows that the norm is multiplied by for the scores, E or, with that of the shared expert's gate, E + 1.
+      bias: what is added to the scores' sigmoids to choose by; None with softmax.
       gate_up, down: weights of all experts.
       shared: both branches and the projection down of an expert that every row has.
       choice: how experts are chosen.
@@ -208,7 +209,7 @@ def routed_stream(
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     static = config or Config.default(), choice, eps, interpret
-    words = constant(gate_up.shape[0]) if interpret is None else None
+    words = constant(router.shape[0]) if interpret is None else None
     arrays = x, y, norm, router, bias, gate_up, down, shared, rows_of(ahead), words
     return compiled(_run, interpret, static=4)(*static, *arrays)
 
@@ -216,7 +217,7 @@ def routed_stream(
 def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down, shared, ahead, words):
     (E, D, F2), like, f32 = gate_up.shape, jax.ShapeDtypeStruct, jnp.float32
     gate, up, shared_down = shared
-    sizes = Sizes(D, F2 // 2, choice.per_token, gate.shape[1], E)
+    sizes = Sizes(D, F2 // 2, choice.per_token, gate.shape[1], E, router.shape[0])
     of_shared, of_chosen = sizes.branches(config)
     warps = makers(D, config.warpgroups) * WARPS
     width = D // warps
@@ -233,8 +234,8 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
             "x": x.reshape(warps, width),
             "y": None if y is None else y.reshape(-1, warps, width),
             "w": norm.astype(f32).reshape(warps, width),
-            "router": router.astype(f32).reshape(-1, warps, width),
-            "bias": bias.astype(f32),
+            "router": router.reshape(-1, warps, width),
+            "bias": None if bias is None else bias.astype(f32),
             "gate_up": gate_up,
             "down": down,
             "gate": gate,
@@ -249,7 +250,7 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
             "s": None if y is None else like((warps, width), x.dtype),
             "z": like((sizes.down(config)[1], D), f32),
         },
-        published=E,
+        published=sizes.scores,
         words=words,
         memory=memory,
         ahead=ahead,

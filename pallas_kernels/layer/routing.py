@@ -50,6 +50,8 @@ COLUMNS = 8
 
 def check_supported(experts: int, choice: Choice) -> str | None:
     """Why the kernel cannot choose among so many experts; None if it can."""
+    if choice.scoring != "sigmoid":
+        return f"weights by {choice.scoring}; the kernel takes sigmoids"
     if experts % ROWS or not 0 < experts <= MOST or (experts > BLOCK and experts % BLOCK):
         return f"{experts} experts; the kernel takes 64, 128 and 256"
     if choice.per_token % WORD or choice.per_token > ROWS:

@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.lanes import WARPS, load
-from pallas_kernels.layer.expert_walk import tile_layout
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 
 
 class Slots:
@@ -81,7 +80,7 @@ class TileRing(Slots):
         """Takes the slots of all warpgroups, see `Slots`."""
         super().__init__(tiles, full, wg, warpgroups, copy)
         self.depth, self.columns = tiles.shape[1:]
-        self.layout = tile_layout(self.columns)
+        self.layout = lane_layout(WARP, self.columns // WARP)  # rows lie below each other over the warps
 
     def zeros(self) -> jax.Array:
         """A sum of nothing: of each warp, [WARPS, columns]."""

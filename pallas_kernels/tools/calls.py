@@ -34,7 +34,6 @@ from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.dense_stream import dense_stream
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
-from pallas_kernels.layer.expert_row import expert_row
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
 from pallas_kernels.layer.latent_row import Places as LatentPlaces
 from pallas_kernels.layer.latent_row import latent_row
@@ -57,15 +56,16 @@ from pallas_kernels.work.slots import PoolStates, Slots
 from pallas_kernels.work.tables import packed_items, row_items
 
 
-def expert_row_call(x, weights, experts, gate_up, down, gate, up, shared_down):
-    """Both kernels of a row with a shared expert."""
-    return expert_row(x, weights, experts, gate_up, down, (gate, up, shared_down))
-
-
 def routed_stream_call(x, y, norm, router, bias, gate_up, down, gate, up, shared_down):
     """Norm, router, choice of the experts and the experts of one row."""
     options = dict(choice=Choice(8, 8, 4, True, 2.5), eps=1e-6)
     return routed_stream(x, y, norm, router, bias, gate_up, down, (gate, up, shared_down), **options)
+
+
+def softmax_stream_call(x, y, norm, router, gate_up, down, gate, up, shared_down, per_token):
+    """The same of a softmax, with a gate of the shared expert."""
+    options = dict(choice=Choice(per_token, 1, 1, True, 1.0, "softmax"), eps=1e-6)
+    return routed_stream(x, y, norm, router, None, gate_up, down, (gate, up, shared_down), **options)
 
 
 def filtered_row_call(x, y, norm, weight, state, filters):
@@ -383,16 +383,28 @@ CALLS: dict[str, Call] = {
         swiglu_cotangents, "bf16[4096,1024] bf16[2752,1024] bf16[4096,5504]"
     ),
     "gradient of weights": call(partial(weight_gradient, parts=3), "bf16[65536,1024] bf16[65536,5504]"),
-    "experts of a row": call(
-        expert_row_call,
-        "bf16[1,1536] f32[1,8] i32[1,8] bf16[128,1536,1024] bf16[128,512,1536] bf16[1536,512] bf16[1536,512] "
-        "bf16[512,1536]",
-        Needs.TMA,
-    ),
     "experts that a row chooses": call(
         routed_stream_call,
         "bf16[1,1536] bf16[1,1536] f32[1536] f32[128,1536] f32[128] bf16[128,1536,1024] bf16[128,512,1536] "
         "bf16[1536,512] bf16[1536,512] bf16[512,1536]",
+        Needs.TMA,
+    ),
+    "experts that a row chooses, qwen3.5-35b-a3b": call(
+        partial(softmax_stream_call, per_token=8),
+        "bf16[1,2048] bf16[1,2048] f32[2048] bf16[257,2048] bf16[256,2048,1024] bf16[256,512,2048] "
+        "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
+        Needs.TMA,
+    ),
+    "experts that a row chooses, qwen3.5-122b-a10b": call(
+        partial(softmax_stream_call, per_token=8),
+        "bf16[1,3072] bf16[1,3072] f32[3072] bf16[257,3072] bf16[256,3072,2048] bf16[256,1024,3072] "
+        "bf16[3072,1024] bf16[3072,1024] bf16[1024,3072]",
+        Needs.TMA,
+    ),
+    "experts that a row chooses, qwen3-next-80b-a3b": call(
+        partial(softmax_stream_call, per_token=10),
+        "bf16[1,2048] bf16[1,2048] f32[2048] bf16[513,2048] bf16[512,2048,1024] bf16[512,512,2048] "
+        "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
         Needs.TMA,
     ),
     "second half of a row": call(

@@ -1,13 +1,10 @@
 """What several files of kernels need."""
 
-import functools
-
 import pytest
 
 from gdn_jax.parts.kernels import trusted
 from pallas_kernels.layer import (
     dense_stream,
-    expert_row,
     latent_row,
     routed_stream,
     row_product,
@@ -17,7 +14,6 @@ from pallas_kernels.layer import (
 @pytest.fixture
 def small(monkeypatch, interpreted):
     """The kernels of one row by a few CTAs, interpreted; which were called."""
-    monkeypatch.setattr(expert_row, "Config", functools.partial(expert_row.Config, 3, 2, 4, 2))
     monkeypatch.setattr(routed_stream.Config, "default", lambda: routed_stream.Config(5, 2, 2, 2))
     monkeypatch.setattr(row_product.Config, "stream", lambda F: row_product.Config(8, 3))
     monkeypatch.setattr(row_product.Config, "heads", lambda: row_product.Config(8, 3))

@@ -17,7 +17,7 @@ from gdn_jax.parts import delta_layer as fused_delta_layer
 from gdn_jax.parts import dense_stream as dense
 from gdn_jax.parts import latent_token
 from gdn_jax.parts import routing as plain_routing
-from gdn_jax.parts.experts import SharedExpert, row_mixture
+from gdn_jax.parts.experts import SharedExpert
 from gdn_jax.parts.heads_product import heads_product
 from gdn_jax.parts.row_product import stream_product
 from gdn_jax.parts.token import ChannelGates
@@ -25,7 +25,6 @@ from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.device.grid_barrier import NAME
 from pallas_kernels.layer import (
     dense_stream,
-    expert_row,
     latent_row,
     routed_stream,
     routing,
@@ -35,29 +34,22 @@ from pallas_kernels.layer import (
 from pallas_kernels.tools.calls import CALLS
 
 
-@pytest.mark.parametrize(
-    ("sizes", "config"),
-    [
-        (dict(E=6, D=256, F=128, S=256, k=2), expert_row.Config(5, 3, 8, 3)),
-        pytest.param(
-            dict(E=5, D=384, F=128, S=128, k=4), expert_row.Config(7, 2, 13, 2), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["sums of several CTAs", "four experts"],
-)
-def test_a_row_and_its_experts(sizes, config):
-    """CTAs go on from one tile of columns to the next, and rings wrap; with a weight of the shared expert."""
-    args, want, shared = row_kernels.experts(**sizes)
-    got = expert_row.expert_row(*args, put([0.5]), config=config, interpret=INTERPRET)
-    assert len(got) > 1
-    close(want + 0.5 * shared, jnp.sum(got, axis=0, keepdims=True), "y")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "choice", "config"),
     [
         (dict(E=64, D=256, F=128, S=128, P=2), Choice(4, 4, 2, True, 2.5), (5, 2, 2, 2)),
+        (
+            dict(E=64, D=512, F=128, S=128, P=1, gate=True, router="bfloat16"),
+            Choice(3, 1, 1, True, 1.0, "softmax"),
+            (9, 2, 2, 2),
+        ),
+        pytest.param(
+            dict(E=128, D=256, F=128, S=128, P=2),
+            Choice(2, 1, 1, False, 1.0, "softmax"),
+            (5, 2, 2, 2),
+            marks=pytest.mark.crossed,
+        ),
         pytest.param(
             dict(E=64, D=1024, F=128, S=256, P=3),  # two warpgroups make the row
             Choice(3, 1, 1, False, 1.5),
@@ -65,7 +57,7 @@ def test_a_row_and_its_experts(sizes, config):
             marks=pytest.mark.crossed,
         ),
     ],
-    ids=["of some groups", "of all"],
+    ids=["of some groups", "of a softmax", "of a softmax as it is", "of all"],
 )
 def test_a_stream_chooses_its_experts(sizes, choice, config):
     """Norm, router, choice and experts in one kernel of three stages: rings wrap, and CTAs go on from one tile of
@@ -77,16 +69,29 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
     close(want, jnp.sum(z, axis=0, keepdims=True), "z")
 
 
-def test_wide_rows_have_fewer_tiles_in_shared_memory():
-    """The mixtures of a row of every published size, of 3072 numbers the widest, are made on 132 multiprocessors."""
-    for D, E, F, k in ((2048, 512, 512, 10), (3072, 256, 1024, 8)):
-        shared = (D, F), (D, F), (F, D)
-        shapes = (1, D), (E, D, 2 * F), (E, F, D), *shared
-        x, gate_up, down, *shared = (jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes)
-        weights, experts = (jax.ShapeDtypeStruct((1, k), dtype) for dtype in ("float32", "int32"))
-        config = expert_row.Config(132, down_ctas=264)
-        made = functools.partial(expert_row.expert_row, config=config)
-        assert jax.eval_shape(made, x, weights, experts, gate_up, down, tuple(shared)).shape[1] == D
+@pytest.mark.parametrize(
+    ("D", "E", "F", "choice"),
+    [
+        (2048, 256, 512, Choice(8, 1, 1, True, 1.0, "softmax")),
+        (2048, 512, 512, Choice(10, 1, 1, True, 1.0, "softmax")),
+        (3072, 256, 1024, Choice(8, 1, 1, True, 1.0, "softmax")),
+        (1536, 128, 512, Choice(8, 8, 4, True, 2.5)),
+        (2304, 256, 1024, Choice(8, 1, 1, True, 2.446)),
+    ],
+    ids=[
+        "qwen3.5-35b-a3b",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-122b-a10b",
+        "ling-3.0-tiny",
+        "kimi-linear-48b-a3b",
+    ],
+)
+def test_mixtures_of_every_published_size_are_one_kernel(D, E, F, choice):
+    """Those of a row, on cards of all numbers of multiprocessors."""
+    x, gate_up = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1, D), (E, D, 2 * F)))
+    assert [routed_stream.check_supported(x, gate_up, F, choice, n) for n in (108, 114, 132, 148)] == [
+        None
+    ] * 4
 
 
 @pytest.mark.parametrize(
@@ -253,10 +258,6 @@ OF_A_ROW = {
     "routed_stream": lambda: (
         lambda *args: plain_routing.routed_stream(*args[:-1], SharedExpert(*args[-1]), CHOICE, eps=1e-6),
         row_kernels.routed(8, 128, 64, 64, 2, CHOICE)[0],
-    ),
-    "row_mixture": lambda: (
-        lambda row, *args: row_mixture(row, *args[:-1], SharedExpert(*args[-1])),
-        row_kernels.experts(4, 128, 64, 64, 2)[0],
     ),
     "stream_product": lambda: (
         functools.partial(stream_product, eps=1e-6, dtype=jnp.float32),

@@ -18,7 +18,7 @@ from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference import program
 from gdn_jax.models.inference.dense import DenseRow
-from gdn_jax.models.inference.experts import ExpertRows
+from gdn_jax.models.inference.experts import ExpertRow
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.parts import (
     delta_layer,
@@ -38,24 +38,23 @@ REPEATS = 50
 close = functools.partial(close, sums=SUMS_ON_A_GPU)
 
 
-def test_experts_of_a_row():
-    """The experts of one row and a shared one, at the sizes of Ling-3.0-tiny but for their number."""
-    args, want, shared = row_kernels.experts(16, 1536, 512, 512, 8)
-    call = jax.jit(lambda *args: experts.row_mixture(*args[:5], experts.SharedExpert(*args[5])))
-    got = call(*args)
-    for _ in range(REPEATS):
-        np.testing.assert_array_equal(call(*args).sum(0), got.sum(0))
-    close(want + shared, got.sum(0), "y", 0)
-
-
 @pytest.mark.parametrize(
-    ("E", "choice"), [(128, Choice(8, 8, 4, True, 2.5)), (256, Choice(6, 1, 1, False, 1.5))]
+    ("E", "D", "F", "choice", "gate"),
+    [
+        (128, 1536, 512, Choice(8, 8, 4, True, 2.5), {}),
+        (256, 1536, 256, Choice(6, 1, 1, False, 1.5), {}),
+        (256, 2048, 128, Choice(8, 1, 1, True, 1.0, "softmax"), dict(gate=True, router="bfloat16")),
+        (512, 2048, 128, Choice(10, 1, 1, True, 1.0, "softmax"), dict(gate=True, router="bfloat16")),
+        (256, 3072, 128, Choice(8, 1, 1, False, 1.0, "softmax"), dict(gate=True, router="bfloat16")),
+        (64, 1024, 512, Choice(3, 1, 1, True, 2.0), dict(gate=True)),
+    ],
+    ids=["ling-3.0-tiny", "sigmoids", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "122b-a10b", "gated sigmoids"],
 )
-def test_a_stream_chooses_its_experts(E, choice):
-    """At the sizes of Ling-3.0-tiny; and other experts, which have fewer inner columns."""
-    call, F = jax.jit(functools.partial(routing.routed_stream, choice=choice, eps=1e-6)), 512 * 128 // E
+def test_a_stream_chooses_its_experts(E, D, F, choice, gate):
+    """At the sizes of published models, but for inner columns, of which most have fewer."""
+    call = jax.jit(functools.partial(routing.routed_stream, choice=choice, eps=1e-6))
     for seed in range(4):
-        args, s, want = row_kernels.routed(E, 1536, F, 512, 1 + seed, choice, seed)
+        args, s, want = row_kernels.routed(E, D, F, 512, 1 + seed, choice, seed, **gate)
         args = *args[:-1], experts.SharedExpert(*args[-1])
         stream, z = call(*args)
         for _ in range(REPEATS):
@@ -246,7 +245,7 @@ def test_a_token_of_one_row_of_a_model(config):
     copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
     assert step.lower(copy, tokens[:, :1], model.init_cache(1, 16)).as_text().count("@mosaic_gpu") > 1
-    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, ExpertRows}
+    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, ExpertRow}
     cache, got = model.init_cache(1, 16), []
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)

@@ -21,7 +21,7 @@ from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference.dense import DenseRow, DenseRows
-from gdn_jax.models.inference.experts import ExpertRows
+from gdn_jax.models.inference.experts import ExpertRow
 from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.program import ROWS
@@ -155,23 +155,21 @@ def test_tokens_of_latents():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shared_gate", "kernels"),
-    [(False, ("routed_stream",)), (True, ("stream_product", "choose", "expert_row"))],
-    ids=["ungated", "gated"],
+    ("routing", "shared_gate"),
+    [(SigmoidRouting(4, 2, 2.5), False), (SigmoidRouting(4, 2, 2.5), True), (None, True)],
+    ids=["sigmoids", "sigmoids with a gate", "softmax with a gate"],
 )
-def test_a_mixture_of_one_row(small, shared_gate, kernels):
-    """In a copy for one row, with the norm before it: that of the layer without kernels. Where the shared expert has
-    a gate, another kernel chooses."""
-    routing = SigmoidRouting(4, 2, 2.5)
+def test_a_mixture_of_one_row(small, routing, shared_gate):
+    """In a copy for one row, with the norm before it: that of the layer without kernels."""
     config = ExpertsConfig(64, 4, 128, 128, shared_gate=shared_gate, routing=routing)
     options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer, draw, norm = Experts(256, config, **options), draws(2), RMSNorm(256, dtype=jnp.bfloat16)
     x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
     plain = Experts(256, config, implementation="chunked", **options | {"rngs": nnx.Rngs(0)})
     want = from_stream(plain)(RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), x, y)
-    layer = ExpertRows(layer, 1)
+    layer = ExpertRow.of(layer, Call(1, True))
     got = from_stream(layer)(norm, x, y)
-    assert small == dict.fromkeys(kernels, 1)
+    assert small == {"routed_stream": 1}
     close(want[0], got[0], "stream")
     # The plain form rounds the norm, h, what each expert makes, and both sums.
     close(fused_oracle.wide(want[1]), whole(got[1], x), "y", 6, dtype="bfloat16")

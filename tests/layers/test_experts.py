@@ -9,8 +9,8 @@ from small_layers import drawn
 from tolerances import FLOAT32, assert_close
 
 from gdn_jax.models import ExpertsConfig
-from gdn_jax.models.experts import Experts, largest
-from gdn_jax.parts.routing import choose
+from gdn_jax.models.experts import Experts
+from gdn_jax.parts.routing import choose, largest
 from gdn_jax.shapes import Choice
 
 F32 = (

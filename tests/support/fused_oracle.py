@@ -14,6 +14,11 @@ def wide(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
+def softmax(x: np.ndarray) -> np.ndarray:
+    p = np.exp(x - x.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x))."""
     return 1 / (1 + np.exp(-x))

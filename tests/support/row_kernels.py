@@ -24,24 +24,6 @@ def near_one(draw, width: int):
     return put(1 + 0.1 * np.asarray(draw(width)))
 
 
-def experts(E: int, D: int, F: int, S: int, k: int, seed: int = 0):
-    """Arguments of `parts.experts.row_mixture` but for the shared expert's weight, and what it gives without one."""
-    draw, random = draws(seed), np.random.default_rng(seed)
-    row, weights = draw(1, D, dtype="bfloat16"), put(np.abs(draw(1, k)))
-    chosen = put(random.permutation(E)[None, :k], "int32")
-    gate_up, down, gate, up, shared_down = (
-        draw(*s, dtype="bfloat16", scale=s[-2] ** -0.5)
-        for s in ((E, D, 2 * F), (E, F, D), (D, S), (D, S), (S, D))
-    )
-    args = row, weights, chosen, gate_up, down, (gate, up, shared_down)
-    x, want = wide(row), 0.0
-    for e, w in zip(np.asarray(chosen)[0], wide(weights)[0], strict=True):
-        a, b = np.split(x @ wide(gate_up)[e], 2, axis=-1)
-        want = want + w * fused_oracle.branches(a, b) @ wide(down)[e]
-    shared = fused_oracle.branches(x @ wide(gate), x @ wide(up)) @ wide(shared_down)
-    return args, want, shared
-
-
 def scores(N: int, E: int, seed: int = 0):
     """Scores, some of them equal, and a bias that leaves every second as it is."""
     draw = draws(seed)
@@ -50,18 +32,36 @@ def scores(N: int, E: int, seed: int = 0):
     return put(x), put(np.where(np.arange(E) % 2, 0.1 * np.asarray(draw(E)), 0), "float32")
 
 
-def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0):
-    """Arguments of `routed_stream.routed_stream`, y in parts, and what it gives: s and the sum of the experts."""
-    draw = draws(seed)
+def routed(
+    E: int,
+    D: int,
+    F: int,
+    S: int,
+    P: int,
+    choice: Choice,
+    seed: int = 0,
+    *,
+    gate: bool = False,
+    router: Any = None,
+):
+    """Arguments of `routed_stream.routed_stream`, y in parts, and what it gives: s and the sum of the experts.
+
+    Args:
+      gate: whether the shared expert has one.
+      router: dtype of the router; None: float32.
+    """
+    draw, is_softmax, dtype = draws(seed), choice.scoring == "softmax", router or "float32"
     x, y = (draw(n, D, dtype="bfloat16") for n in (1, P))
-    norm, router, bias = near_one(draw, D), draw(E, D, scale=D**-0.5), draw(E, scale=0.1)
-    gate_up, down, gate, up, shared_down = (
+    norm, router = near_one(draw, D), draw(E + gate, D, dtype=dtype, scale=D**-0.5)
+    bias = None if is_softmax else draw(E, scale=0.1)
+    gate_up, down, branch, up, shared_down = (
         draw(*s, dtype="bfloat16", scale=s[-2] ** -0.5)
         for s in ((E, D, 2 * F), (E, F, D), (D, S), (D, S), (S, D))
     )
     s, n = fused_oracle.add_norm(x, np.sum(wide(y), axis=0, keepdims=True), norm, 1e-6)
-    weights = fused_oracle.sigmoid(n @ wide(router).T)[0]
-    c = weights + wide(bias)
+    scores = (n @ wide(router).T)[0]
+    weights = fused_oracle.softmax(scores[:E]) if is_softmax else fused_oracle.sigmoid(scores[:E])
+    c = weights if is_softmax else weights + wide(bias)
     if choice.kept_groups < choice.groups:
         of_groups = c.reshape(choice.groups, -1)
         best = np.argsort(-np.sort(of_groups)[:, -2:].sum(axis=1), kind="stable")[: choice.kept_groups]
@@ -69,11 +69,12 @@ def routed(E: int, D: int, F: int, S: int, P: int, choice: Choice, seed: int = 0
         c = np.where(kept[:, None], of_groups, -np.inf).reshape(-1)
     chosen = np.argsort(-c, kind="stable")[: choice.per_token]
     factor = choice.factor / (weights[chosen].sum() if choice.normalise else 1.0)
-    want = fused_oracle.branches(n @ wide(gate), n @ wide(up)) @ wide(shared_down)
+    want = fused_oracle.branches(n @ wide(branch), n @ wide(up)) @ wide(shared_down)
+    want = fused_oracle.sigmoid(scores[E]) * want if gate else want
     for e in chosen:
         a, b = np.split(n @ wide(gate_up)[e], 2, axis=-1)
         want = want + factor * weights[e] * fused_oracle.branches(a, b) @ wide(down)[e]
-    return (x, y, norm, router, bias, gate_up, down, (gate, up, shared_down)), s, want
+    return (x, y, norm, router, bias, gate_up, down, (branch, up, shared_down)), s, want
 
 
 def dense(D: int, F: int, P: int, seed: int = 0):

@@ -6,92 +6,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from gdn_jax.layers.blocks import RMSNorm, normalise_first
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference.dense import DenseRows
 from gdn_jax.models.inference.part import Call, Reader
-from gdn_jax.parts import experts as of_row
-from gdn_jax.parts import routing, row_product
-from gdn_jax.parts.experts import SharedExpert, row_mixture
+from gdn_jax.parts import routing
+from gdn_jax.parts.experts import SharedExpert
 from gdn_jax.parts.products import Addend, array_of, transposed_product
 
 
-class ExpertRows(Experts, Reader):
-    """Experts whose weights lie as a GPU reads them fastest in calls of few rows.
-
-    The router has a transposed copy. The shared expert's projections are products of groups, unless the kernels of
-    the experts take that too.
+class ExpertRows(Experts):
+    """Experts whose router and shared expert lie as a GPU reads them fastest in calls of few rows.
 
     Args:
       experts: the mixture, of a copy for inference, whose parts this one takes over.
-      rows: that have a token in every call.
     """
 
-    def __init__(self, experts: Experts, rows: int):
+    def __init__(self, experts: Experts):
         vars(self).update(vars(experts))
-        weight = with_layout_constraint(self.router[...].T, Layout((0, 1)))
-        self.router_rows = nnx.Param(weight)
-        dtype = self.dtype or self.gate_up[...].dtype
-        if self.shared_weights(jax.ShapeDtypeStruct((rows, weight.shape[1]), dtype)) is None:
-            self.shared: Any = DenseRows(self.shared)
-
-    @classmethod
-    def of(cls, experts: Experts, call: Call) -> "ExpertRows":
-        """Experts for calls of single tokens."""
-        return cls(experts, call.rows)
-
-    def from_stream(
-        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
-        """See `layers.blocks.from_stream`: where one kernel does not take all, one has the norm and the router's
-        product. The result is in parts."""
-        weight, dtype = self.router_rows[...], self.dtype or x.dtype
-        added, scale = array_of(y), norm.scale(jnp.float32)
-        if (routed := self._routed(x, dtype)) is not None:
-            ahead = self.after(len(self.token_weights()))
-            return routing.routed_stream(x, added, scale, weight, *routed, eps=norm.eps, ahead=ahead)
-        if not row_product.takes(x, weight, self.implementation):
-            return normalise_first(self, norm, x, y)
-        options: Any = dict(eps=norm.eps, dtype=jnp.float32, keep=dtype, ahead=self.after(1))
-        s, normalized, scores, _ = row_product.stream_product(x, added, scale, weight, **options)
-        assert normalized is not None
-        row = normalized.reshape(1, -1), *self.chosen(scores.reshape(1, -1))
-        if (parts := self._parts(*row)) is not None:
-            return s, parts
-        return s, super().mix(*row).astype(dtype).reshape(x.shape)
-
-    def mix(
-        self, rows: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"]
-    ) -> Float[Array, "N D"]:
-        """See `Experts.mix`."""
-        parts = self._parts(rows, weights, chosen)
-        return super().mix(rows, weights, chosen) if parts is None else jnp.sum(parts, axis=0)
-
-    def _parts(self, rows, weights, chosen):
-        """`mix` of one row in parts, where a kernel makes the experts and the shared one; else None."""
-        if (shared := self.shared_weights(rows)) is None:
-            return None
-        return row_mixture(rows, weights, chosen, self.gate_up[...], self.down[...], shared, self.gate(rows))
-
-    def shared_weights(self, rows: jax.Array | jax.ShapeDtypeStruct) -> SharedExpert | None:
-        """The shared expert as the kernels of a row take it; None where they do not."""
-        if not (kernels := self._shared_kernels()):
-            return None
-        shared = SharedExpert(*(kernel[...].astype(rows.dtype) for kernel in kernels))
-        return shared if of_row.takes(rows, self.gate_up[...], shared, self.implementation) else None
-
-    def _routed(self, x, dtype):
-        """Arguments of `routed_stream` that are the layer's own, where it takes the stream x; else None."""
-        choice, (*_, D) = self.choice(), x.shape
-        shared = self.shared_weights(jax.ShapeDtypeStruct((x.size // D, D), dtype))
-        if choice is None or shared is None or self.shared_gate is not None:
-            return None
-        assert self.router_bias is not None
-        gate_up, down = (weight[...].astype(dtype) for weight in (self.gate_up, self.down))
-        args = x, self.router_rows[...], choice, gate_up, shared, self.implementation
-        return (self.router_bias[...], gate_up, down, shared, choice) if routing.takes(*args) else None
+        self.router_rows = nnx.Param(_in_rows(self.router[...].T))
+        self.shared: Any = DenseRows(self.shared)
 
     def scores(self, rows: Float[Array, "N D"], precision: str | None = None) -> Float[Array, "N E"]:
         """See `Experts.scores`: of one row from the transposed router."""
@@ -99,13 +35,60 @@ class ExpertRows(Experts, Reader):
             return super().scores(rows, precision)
         return transposed_product(rows, self.router_rows[...].astype(rows.dtype), jnp.float32)
 
+
+class ExpertRow(Experts, Reader):
+    """Experts whose router lies as the kernel of one row reads it, with the gate of the shared expert as last row.
+
+    Args:
+      experts: the mixture, of a copy for inference, whose parts this one takes over.
+    """
+
+    def __init__(self, experts: Experts):
+        vars(self).update(vars(experts))
+        rows = [self.router[...].T]
+        if self.shared_gate is not None:
+            rows.append(self.shared_gate[...][None].astype(self.router.dtype))
+        self.router_rows = nnx.Param(_in_rows(jnp.concatenate(rows)))
+
+    @classmethod
+    def of(cls, experts: Experts, call: Call) -> "ExpertRows | ExpertRow":
+        """Experts for calls of single tokens: these where a kernel takes them."""
+        if call.rows == 1 and call.from_stream and isinstance(experts.shared, SwiGLU):
+            row = cls(experts)
+            if row.takes(jnp.zeros((1, row.router.shape[0]), row.gate_up.dtype)):
+                return row
+        return ExpertRows(experts)
+
+    def from_stream(
+        self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
+        """See `layers.blocks.from_stream`. The result is in parts."""
+        if not self.takes(x):
+            return normalise_first(self, norm, x, y)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        arrays = norm.scale(jnp.float32), self.router_rows[...], bias, self.gate_up[...], self.down[...]
+        static = dict(eps=norm.eps, ahead=self.after(len(self.token_weights())))
+        return routing.routed_stream(x, array_of(y), *arrays, self._shared(), self.choice(), **static)
+
+    def takes(self, x: Float[Array, "*S D"]) -> bool:
+        """Whether the kernel takes a stream: one row, on one device."""
+        experts = self.choice(), self.gate_up[...], self._shared()
+        return routing.takes(x, self.router_rows[...], *experts, self.implementation)
+
     def token_weights(self) -> list[nnx.Param]:
         """See `Reader.token_weights`. Those of the experts are known when they are chosen."""
-        if not (kernels := self._shared_kernels()):
-            return []
-        return [self.router_rows, *([] if self.router_bias is None else [self.router_bias]), *kernels]
+        bias = [] if self.router_bias is None else [self.router_bias]
+        return [self.router_rows, *bias, *self._shared_kernels()]
 
     def _shared_kernels(self) -> list[nnx.Param]:
-        """Weights of the shared expert; none where they are products of groups."""
-        linears = [getattr(self.shared, f"{name}_proj", None) for name in ("gate", "up", "down")]
-        return [linear.kernel for linear in linears if linear is not None]
+        return [
+            linear.kernel for linear in (self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj)
+        ]
+
+    def _shared(self) -> SharedExpert:
+        return SharedExpert(*(kernel[...] for kernel in self._shared_kernels()))
+
+
+def _in_rows(weight: jax.Array) -> jax.Array:
+    """A matrix whose rows lie one after the other."""
+    return with_layout_constraint(weight, Layout((0, 1)))

@@ -17,7 +17,7 @@ from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import BlockExperts, Experts
 from gdn_jax.models.inference.attention import AttentionRows, WindowRows
 from gdn_jax.models.inference.dense import DenseRow
-from gdn_jax.models.inference.experts import ExpertRows
+from gdn_jax.models.inference.experts import ExpertRow
 from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.models.inference.recurrent import ChannelRows, HeadRows, RecurrentRows
@@ -77,7 +77,7 @@ ROWS: dict[type, Callable[[Any, Call], Any]] = {
     WindowAttention: WindowRows.of,
     LatentAttention: LatentRows.of,
     SwiGLU: DenseRow.of,
-    Experts: ExpertRows.of,
+    Experts: ExpertRow.of,
     BlockSwiGLU: _as_it_is,
     BlockExperts: _as_it_is,
 }
