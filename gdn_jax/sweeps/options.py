@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from gdn_jax.commands.errors import fail
-from gdn_jax.commands.fields import Distinct, Later, PerStart, Positive, Range, Seed
+from gdn_jax.commands.fields import Distinct, Later, NotNegative, PerStart, Positive, Range, Seed
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.options import ScheduleOptions, SizeOptions
@@ -64,6 +64,9 @@ class GridOptions:
     """Optimiser steps of a run."""
     batch_size: Annotated[int, Positive] = 32
     """Sequences of an optimiser step."""
+    passed_steps: Annotated[int, NotNegative, Later] = 0
+    """Optimiser steps at the end of a run whose rows begin with the states after the rows before, as all steps of
+    `gdn train --start passed` do."""
     write_starts: Annotated[tuple[float, ...] | None, Distinct, _Share] = None
     """Where write strengths start, each with learning rates and seeds of its own; in the place of --write-start. All
     runs have the bias that says it, also those that start at 0.5."""
@@ -123,6 +126,11 @@ def check(options: SweepOptions) -> None:
         fail("lr_seeds", f"at most --seeds = {grid.seeds}", grid.lr_seeds)
     if (number := grid.runs()) > _MOST_RUNS:
         fail("seeds", f"a grid of at most {_MOST_RUNS} runs", f"{grid.seeds} of {number} runs together")
+    if grid.passed_steps:
+        if grid.passed_steps > grid.steps:
+            fail("passed_steps", f"at most --steps = {grid.steps}", grid.passed_steps)
+        if options.model.remat != "none" or options.model.matmul != "default" or grid.batch_size == 1:
+            fail("passed_steps", "0 with --remat, --matmul or single rows", grid.passed_steps)
     for scale in grid.scales:
         model = scaled_model(options, scale)
         for mixer in grid.mixers:

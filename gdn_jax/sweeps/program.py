@@ -15,7 +15,7 @@ from gdn_jax.models.costs import count
 from gdn_jax.sweeps.grid import Run
 from gdn_jax.sweeps.options import SweepOptions, scaled_model
 from gdn_jax.sweeps.scoring import Scored
-from gdn_jax.training import steps
+from gdn_jax.training import starts, steps
 from gdn_jax.training.mixers import MIXERS
 from gdn_jax.training.slices import Slice
 from gdn_jax.training.steps import Sums, TrainState
@@ -57,7 +57,7 @@ class Program:
             alike = _alike(bound)
             groups = jnp.asarray([next(i for i, g in enumerate(alike) if kind in g) for kind in task.turns])
 
-            def one(i, state):
+            def one(begin, i, state):
                 # Kinds of batches may differ in their shapes: a step is compiled for each shape, and chosen.
                 at, key = (i + 1) % len(turns), (seed, i + 1)
 
@@ -67,11 +67,15 @@ class Program:
                     most = max(task.asked(kind) or batch.tokens.shape[1] for kind in kinds)
                     few = task.vocab_size >= _LARGE_VOCABULARY and 2 * most <= batch.tokens.shape[1]
                     places = jax.lax.top_k(batch.weights, most)[1] if few else None
-                    return step(state, batch, places)[0]
+                    return step(state, batch, places, start=begin)[0]
 
                 return jax.lax.switch(groups[at], [partial(group, kinds) for kinds in alike], state)
 
-            return jax.lax.fori_loop(first, last, one, state)
+            if not grid.passed_steps:
+                return jax.lax.fori_loop(first, last, partial(one, starts.empty), state)
+            from_there = grid.steps - grid.passed_steps
+            state = jax.lax.fori_loop(first, jnp.minimum(last, from_there), partial(one, starts.empty), state)
+            return jax.lax.fori_loop(jnp.maximum(first, from_there), last, partial(one, starts.passed), state)
 
         def score(params, batch, weights, places):
             return steps.sums_by_weights(graphdef, rest, params, batch, weights, places)

@@ -181,6 +181,38 @@ def test_turns_in_one_program(monkeypatch, large):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+def test_last_steps_pass_states():
+    """Steps before them are those of a sweep without, and they are steps of `gdn train --start passed`."""
+    o = options(together=1, passed_steps=2, lrs=(0.03,))
+    task = make_task(o.task, 8)
+    runs = program.make_start(o, task, "mamba2")([grid.Run("mamba2", 0.03, 0)])
+    made = program.Program(o, task, "mamba2")
+    runs = made.advance(made.advance(runs, 0, 4), 4, 5)  # the first of the two in a loop with others
+    trained = TrainOptions(
+        o.task,
+        RunOptions(steps=5, batch_size=8),
+        MIXERS["mamba2"].model(o.model),
+        OptimizerOptions(lr=0.03),
+    )
+    trainer = Trainer.make(trained, task)
+    passed = dataclasses.replace(trained, run=dataclasses.replace(trained.run, start="passed"))
+    with_states = Trainer.make(passed, task).functions
+    for step in range(1, 6):
+        functions = with_states if step > 3 else trainer.functions
+        trainer.state, _ = functions.train(trainer.rest, trainer.state, trainer.task.train_batch(step))
+    got = jax.tree.map(lambda x: x[0], runs.state.params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(trainer.state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    for size, grid_of, said in (
+        ({}, {"passed_steps": 6}, "at most --steps = 5, got 6"),
+        ({"remat": "full"}, {"passed_steps": 2}, "0 with --remat, --matmul or single rows, got 2"),
+        ({}, {"passed_steps": 2, "batch_size": 1, "together": 1}, "single rows, got 2"),
+    ):
+        wrong = options(**grid_of)
+        with pytest.raises(RunError, match=f"--passed-steps: expected .*{said}"):
+            sweep_options.check(dataclasses.replace(wrong, model=dataclasses.replace(wrong.model, **size)))
+
+
 @pytest.mark.parametrize(
     "tests, shapes", [((4, 6), [(8, 6)]), ((2, 3), [(8, 6)]), ((6, 30), [(2, 6), (2, 30)])]
 )
