@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 TASKS = {
@@ -94,15 +95,46 @@ def answer(argv: list[str]) -> int | None:
         return _refuse(f"gdn {command}: expected {expected}, got none (see gdn {command} --help)")
     if isinstance(expected, str) and first.startswith("-") and not help_alone:
         return _refuse(f"gdn {command}: expected the run folder before the options, got {first}")
+    if unknown := [] if {"-h", "--help"} & {*argv} else _unknown(argv[1:]):
+        named = [command, first] if isinstance(expected, tuple) else [command]
+        if command == "bench":
+            named.append("rule" if first.startswith("-") else first)
+        return _refuse(f"gdn: Unrecognized options: {', '.join(unknown)} (see gdn {' '.join(named)} --help)")
     return None
 
 
-def _version() -> str:
-    """The `__version__` of the package that would be imported, installed or not, read without importing it."""
+def _unknown(words: list[str]) -> list[str]:
+    """Options of a command line that no command has, with their values.
+
+    An option is a field of a class of the package. This function does not ask which class a command reads, so an
+    option of another command is refused after the imports.
+    """
+    starts = [at for at, word in enumerate(words) if word.startswith("--")]
+    typed = [words[at:end] for at, end in zip(starts, [*starts[1:], None], strict=False)]
+    if not typed:
+        return []
+    files = (file.read_text(encoding="utf-8") for file in _package().rglob("*.py"))
+    names = {name for text in files for name in re.findall(r"^    ([a-z]\w*): ", text, re.MULTILINE)}
+    known = {name.rstrip("_").replace("_", "-") for name in names}
+    wrong = []
+    for option in typed:
+        name = option[0].partition("=")[0].removeprefix("--").replace("_", "-")
+        if not {name, name.removeprefix("no-")} & known:
+            wrong.append(" ".join(option))
+    return wrong
+
+
+def _package() -> Path:
+    """The folder of the package that would be imported, installed or not, found without importing it."""
     spec = importlib.util.find_spec("gdn_jax")
-    assert spec is not None and spec.origin is not None, "gdn_jax lies beside this module"
-    with open(spec.origin, encoding="utf-8") as file:
-        [version] = re.findall(r'^__version__ = "(.+)"$', file.read(), re.MULTILINE)
+    assert spec is not None and spec.origin is not None, "gdn_jax is installed with this module"
+    return Path(spec.origin).parent
+
+
+def _version() -> str:
+    """The `__version__` of that package."""
+    text = (_package() / "__init__.py").read_text(encoding="utf-8")
+    [version] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return version
 
 
@@ -121,5 +153,5 @@ def _refuse(message: str) -> int:
 
 def _leave(number: int, frame: Any) -> None:
     """Ends the process at once: nothing has begun, and an exception may get lost in what imports call back."""
-    print("gdn: interrupted", file=sys.stderr, flush=True)
+    print("gdn: interrupted while importing", file=sys.stderr, flush=True)
     os._exit(130)

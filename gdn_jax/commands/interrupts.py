@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 INTERRUPTED = 130
@@ -23,11 +23,11 @@ _PATIENCE = 1.0
 
 
 @contextlib.contextmanager
-def listen(then: str) -> Iterator[threading.Event]:
+def listen(then: str | Callable[[], str]) -> Iterator[threading.Event]:
     """Gives an event that the first Ctrl-C (or SIGTERM) sets. The second Ctrl-C interrupts at once.
 
     Args:
-      then: what the program does before it ends, as it is told after the first Ctrl-C.
+      then: what the program does before it ends, as it is told after the first Ctrl-C; a function is called then.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -49,13 +49,13 @@ def listen(then: str) -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def answered(then: str) -> Iterator[None]:
+def answered(then: str | Callable[[], str]) -> Iterator[None]:
     """Tells after Ctrl-C what the program waits for, also while it computes; the second one ends the process.
 
     The handlers of the signals stay, and have a moment to end it in order.
 
     Args:
-      then: what it waits for.
+      then: what it waits for; a function is called at that time, in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,7 +76,7 @@ def answered(then: str) -> Iterator[None]:
         os.close(waking)
 
 
-def _answer(waking: int, then: str, over: threading.Event) -> None:
+def _answer(waking: int, then: str | Callable[[], str], over: threading.Event) -> None:
     """Answers the signals whose numbers come out of a pipe, until it is closed.
 
     Args:
@@ -90,7 +90,8 @@ def _answer(waking: int, then: str, over: threading.Event) -> None:
             continue
         wishes += 1
         if wishes == 1 and not over.wait(_SOON):
-            print(f"gdn: {then}; Ctrl-C again to leave at once", file=sys.stderr, flush=True)
+            doing = then if isinstance(then, str) else then()
+            print(f"gdn: {doing}; Ctrl-C again to leave at once", file=sys.stderr, flush=True)
         elif wishes > 1 and not over.wait(_PATIENCE):
             _leave()
 

@@ -52,7 +52,13 @@ _EARLY = (1, 10, 20)
 
 
 class Reporter(Bars):
-    """Progress of a training loop on a console; a context manager."""
+    """Progress of a training loop on a console; a context manager.
+
+    Attributes:
+      doing: what the loop is at, in words.
+    """
+
+    doing = "compiling and taking the first step"
 
     def __init__(self, console: Console, steps: int, done: int):
         super().__init__(console, "training", "{task.fields[state]}")
@@ -67,6 +73,7 @@ class Reporter(Bars):
 
     def step(self, done: int) -> None:
         """Moves the bar; in a file, writes a line after the first steps."""
+        self.doing = "finishing the step"
         self.bars.update(self._task, completed=done)
         if not self.console.is_terminal and done - self._before in _EARLY:
             self.line(f"step {done:6d}   {time.monotonic() - self._begin:.0f} s")

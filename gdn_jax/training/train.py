@@ -202,10 +202,8 @@ def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Conso
             if line := kernels.note():
                 say(line)
             with _drawing(trainer, run):
-                with (
-                    listen("finishing the step, saving") as asked,
-                    Reporter(console, o.steps, trainer.step) as reporter,
-                ):
+                reporter = Reporter(console, o.steps, trainer.step)
+                with listen(lambda: f"{reporter.doing}, saving") as asked, reporter:
                     why = trainer.loop(run, store, reporter, asked)
                 if why == "interrupted":
                     say(f"saved step {trainer.step}; continue with: {again}")

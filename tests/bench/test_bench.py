@@ -160,8 +160,8 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ),
         ("--width 257", "--width: expected 1 to 256, got 257"),
         (
-            "rule --sizes 1x256 2x64 --many",
-            "gdn: Unrecognized options: --sizes 1x256 2x64, --many (see gdn bench rule --help)\n",
+            "rule --sizez 1x256 2x64 --many",
+            "gdn: Unrecognized options: --sizez 1x256 2x64, --many (see gdn bench rule --help)\n",
         ),
         ("--sizes 1x256", "--sizes 1x256 (see gdn bench rule --help)"),
     ],

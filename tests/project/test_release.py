@@ -53,6 +53,14 @@ def test_the_description_reaches_nothing_that_only_the_repository_has(wheel):
     assert wheel[1]["Description-Content-Type"] == "text/markdown"
 
 
+def test_pip_says_that_python_is_too_old():
+    """Of a requirement without the marker, an old pip says instead that no version of it fits."""
+    extras = PROJECT["optional-dependencies"]
+    needed = [*PROJECT["dependencies"], *extras["experiments"], *extras["cuda"]]
+    python = PROJECT["requires-python"].removeprefix(">=")
+    assert all(each.endswith(f"; python_version >= '{python}'") for each in needed)
+
+
 def test_the_citation_is_of_this_version():
     version = re.findall(r"(?m)^version: (\S+)$", (ROOT / "CITATION.cff").read_text())
     assert version == [gdn_jax.__version__]

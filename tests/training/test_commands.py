@@ -16,6 +16,7 @@ from tiny_runs import train
 
 import gdn_command
 import gdn_jax
+from gdn_jax.bench.command import BENCHMARKS
 from gdn_jax.commands import cli
 from gdn_jax.commands.errors import RunError
 from gdn_jax.commands.interrupts import listen
@@ -167,7 +168,7 @@ sys.exit(gdn_command.main())
 @pytest.mark.parametrize("module", ["jax._src.api", "gdn_jax.checks.oracle"])
 def test_ctrl_c_during_an_import(module):
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gdn: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gdn: interrupted while importing\n")
 
 
 def test_ctrl_c_is_the_commands_own_after_the_imports(monkeypatch):
@@ -185,7 +186,7 @@ COMPUTING = """
 import hashlib
 from gdn_jax.commands.interrupts import listen
 
-with listen("finishing the step, saving"):
+with listen(lambda: "finishing the step, saving"):
     print("computing", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for an hour, without a step of the interpreter
 """
@@ -222,8 +223,10 @@ def test_a_file_is_told_of_the_first_steps():
     """Of a start, also one that goes on; a terminal has a bar."""
     console = Console(file=io.StringIO())
     with Reporter(console, steps=800, done=40) as reporter:
+        assert reporter.doing == "compiling and taking the first step"  # the answer to Ctrl-C
         for step in range(41, 100):
             reporter.step(step)
+        assert reporter.doing == "finishing the step"
     lines = console.file.getvalue().splitlines()
     assert [re.sub(r" +\d+ s$", "", line) for line in lines] == [
         "compiling",
@@ -248,6 +251,12 @@ def test_the_installed_command_is_that_one():
         ("sweep tokens", 2, "gdn sweep: expected a task bytes, recall, "),
         ("eval", 2, "gdn eval: expected a run folder, got none (see gdn eval --help)"),
         ("info --context 3", 2, "gdn info: expected the run folder before the options, got --context"),
+        ("train bytes --stepz 3", 2, "gdn: Unrecognized options: --stepz 3 (see gdn train bytes --help)"),
+        (
+            "bench --no-friends -1",
+            2,
+            "gdn: Unrecognized options: --no-friends -1 (see gdn bench rule --help)",
+        ),
     ],
 )
 def test_what_is_answered_without_jax(words, status, beginning):
@@ -261,6 +270,17 @@ def test_what_is_answered_without_jax(words, status, beginning):
     done = subprocess.run(command, capture_output=True, text=True, env=path)
     assert done.stdout.endswith(f"{status} False False\n")
     assert (done.stderr or done.stdout).startswith(beginning)
+
+
+@pytest.mark.parametrize("command", [*cli._COMMANDS])
+def test_no_option_that_there_is_is_refused_without_jax(command, capsys):
+    """`gdn_command` finds the names of options in the source files."""
+    firsts = {"train": options_lib.TASKS, "sweep": settings.TASKS, "bench": BENCHMARKS}.get(command, [None])
+    for first in firsts:
+        words = [command] if first is None else [command, first]
+        assert cli.main([*words, "--help"]) == 0
+        options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+        assert options and gdn_command._unknown([f"{option}=1" for option in sorted(options)]) == []
 
 
 def test_commands_and_tasks_are_those_that_there_are():
