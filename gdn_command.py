@@ -35,11 +35,12 @@ USAGE = f"""usage: gdn COMMAND ...
   gdn info PATH      layers, parameters, cache and costs of such a checkpoint, of the model of a run or of a preset
   gdn eval RUN       bits per byte of a text under the model of such a run
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
-  gdn reproduce NAME run a published setting, with the paper's numbers beside ours; without NAME, what there is
+  gdn reproduce NAME run a published setting, with the paper's numbers next to ours; without NAME, what there is
   gdn check          compare the implementations of the rule on this device with the definition
   gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
-                     decode, prefill and scale time its kernels, the parts of a model around it, a training step, a
-                     language model that reads and writes, serving, and several devices beside one
+                     decode, prefill, serve and scale time its kernels, the parts of a model around it, a training
+                     step, a language model that reads and writes, tokens and prompts of many requests, a server, and
+                     several devices next to one; gdn bench all times a few sizes of each in five minutes
 
   tasks:{_LISTED.removeprefix("        ")}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from gdn_jax.bench import decode, devices, generate, kernels, parts, prefill, rule, scale, serve, step
+from gdn_jax.bench import decode, devices, generate, kernels, parts, prefill, rule, scale, serve, step, whole
 from gdn_jax.bench.benchmark import run, sized
 from gdn_jax.commands.parsing import Usage, parse
 
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, tuple[type, Any]] = {
     "serve": (serve.ServeBenchmark, serve),
     "scale": (scale.ScaleBenchmark, scale),
     "devices": (devices.DevicesBenchmark, devices),
+    "all": (whole.AllBenchmark, whole),
 }
 """Name -> the benchmark, and the module whose docstring is its help. Without a name the rule is timed."""
 

@@ -156,7 +156,8 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("scale --kernels", "--kernels: expected a GPU to profile, got cpu"),
         (
             "walk",
-            "expected one of rule, kernels, parts, step, generate, decode, prefill, serve, scale, devices, got walk",
+            "expected one of rule, kernels, parts, step, generate, decode, prefill, serve, scale, devices, all, "
+            "got walk",
         ),
         ("--width 257", "--width: expected 1 to 256, got 257"),
         (
