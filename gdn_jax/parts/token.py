@@ -88,8 +88,8 @@ class Token(NamedTuple):
     """Array in which the raw inputs of the decays lie, [HV] or [HV, K]; may be `channels` itself."""
     strength: Float[Array, "B G"]
     """Array in which the raw inputs of the strengths lie; may be `channels` itself."""
-    weight: Float[Array, "D W"] | None
-    """Filters of the convolution, of the D channels of q, k and v; None where these have passed through it."""
+    weight: Float[Array, "D W"]
+    """Filters of the convolution, of the D channels of q, k and v."""
     bias: Float[Array, " D"] | None
     A_log: Float[Array, " HV"] | None
     dt_bias: Float[Array, "HV *K"]
@@ -107,9 +107,7 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
         return False
     (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
-    reason = None
-    if token.weight is not None:
-        reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
+    reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
     reason = reason or step.check_supported(q, q, v, token.state)
     return usable(implementation, part="the step of a token", reason=reason)
 
@@ -118,7 +116,7 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
 def mix_token(
     token: Token, gates: Gates
 ) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
-    """One token of every row by two kernels, or one after the convolution, which change states where they lie.
+    """One token of every row by two kernels, which change states where they lie.
 
         [q | k | v] = silu(conv(channels));   q and k to unit length;   beta = sigmoid(b)
         S <- exp(g) S, of each head or key channel;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
@@ -143,9 +141,7 @@ def _run(gates: Gates, token: Token):
     from pallas_kernels.decode.step import Channels
 
     everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
-    qkv, conv_state = token.channels, token.conv_state
-    if token.weight is not None:
-        qkv, conv_state = conv_update(qkv, conv_state, token.weight, token.bias, **everywhere)
+    qkv, conv_state = conv_update(token.channels, token.conv_state, token.weight, token.bias, **everywhere)
     (HV, K), H = token.state.shape[1:3], gates.H
     options: dict[str, Any] = {"A_log": token.A_log, "dt_bias": token.dt_bias, "scale": K**-0.5}
     options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, gates.decay, gates.strength)}

@@ -69,15 +69,9 @@ class Stream:
         w, parts = loaded
         s, D = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]), gmem.w.shape[0]
         scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
-        v = s * r.spread(scale, D) * w
-        store_any(x, v)
-
-        @pl.when(is_first)
-        def _():
-            if gmem.s is not None:
-                r.store(gmem.s, 0, s)
-            if gmem.v is not None:
-                r.store(gmem.v, 0, v)
+        store_any(x, s * r.spread(scale, D) * w)
+        if gmem.s is not None:
+            pl.when(is_first)(lambda: r.store(gmem.s, 0, s))
 
 
 @dataclasses.dataclass(frozen=True)

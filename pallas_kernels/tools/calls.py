@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gdn_jax.shapes import Choice, Convolution, Dims, RuleArrays
+from gdn_jax.shapes import Choice, Dims, RuleArrays
 from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
@@ -66,12 +66,6 @@ def softmax_stream_call(x, y, norm, router, gate_up, down, gate, up, shared_down
     """The same of a softmax, with a gate of the shared expert."""
     options = dict(choice=Choice(per_token, 1, 1, True, 1.0, "softmax"), eps=1e-6)
     return routed_stream(x, y, norm, router, None, gate_up, down, (gate, up, shared_down), **options)
-
-
-def filtered_row_call(x, y, norm, weight, state, filters):
-    """The product of a stream whose first channels pass through a convolution."""
-    convolution = Convolution(state, filters, None)
-    return stream_product(x, y, norm, weight, eps=1e-6, dtype=weight.dtype, convolution=convolution)
 
 
 def rule_call(
@@ -419,13 +413,8 @@ CALLS: dict[str, Call] = {
     ),
     **BATCH_CALLS,
     "row of a stream": call(
-        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16, keep=jnp.bfloat16),
+        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
         "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
-    ),
-    "row of a stream, filtered": call(
-        filtered_row_call,
-        "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4]",
-        Needs.TMA,
     ),
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),

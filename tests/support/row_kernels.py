@@ -92,11 +92,11 @@ def dense(D: int, F: int, P: int, seed: int = 0):
 
 
 def stream(D: int, F: int, dtype: str, seed: int = 0):
-    """Arguments of `parts.row_product.stream_product`, and s, the norm and the product."""
+    """Arguments of `parts.row_product.stream_product`, and s and the product."""
     draw = draws(seed)
     x, y, norm, weight = draw(1, D), draw(1, D, dtype="bfloat16"), near_one(draw, D), draw(F, D, dtype=dtype)
     s, n = fused_oracle.add_norm(x, y, norm, 1e-6)
-    return (x, y, norm, weight), s, n, n @ wide(weight).T
+    return (x, y, norm, weight), s, n @ wide(weight).T
 
 
 def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):

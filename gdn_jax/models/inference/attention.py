@@ -64,7 +64,7 @@ class AttentionRows(Attention, Reader):
         weight, places = group.weight[...], [slice(linear.start, linear.stop) for linear in inputs]
         if row_product.takes(x, weight, self.implementation):
             static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=self.after(1))
-            x, _, channels, _ = row_product.stream_product(
+            x, channels = row_product.stream_product(
                 x, array_of(y), norm.scale(jnp.float32), weight, **static
             )
         else:

@@ -72,9 +72,8 @@ class LatentRows(AttentionRows, LatentAttention):
             return None
         static: Any = dict(eps=LATENT_NORM_EPS, dtype=self.dtype or channels.dtype, first=first)
         static["ahead"] = self.after(2)
-        return row_product.stream_product(channels, None, self.q_a_norm.scale(jnp.float32), matrix, **static)[
-            2
-        ]
+        norm = self.q_a_norm.scale(jnp.float32)
+        return row_product.stream_product(channels, None, norm, matrix, **static)[1]
 
     def _by_kernel(self, channels, q_b, places, cache):
         """A token of one row from its products, and the cache; None where no kernel takes them."""

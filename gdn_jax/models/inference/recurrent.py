@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.layers import RecurrentCache, RecurrentMixer
-from gdn_jax.layers.blocks import RMSNorm, from_stream, normalise_first
+from gdn_jax.layers.blocks import RMSNorm, from_stream
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
     FactorGroup,
@@ -20,7 +20,7 @@ from gdn_jax.models.inference.projections import (
     multiply_factors,
     weights_of,
 )
-from gdn_jax.parts import delta_layer, heads_product, row_product, token, token_step
+from gdn_jax.parts import delta_layer, heads_product, token, token_step
 from gdn_jax.parts.kernels import is_whole
 from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import Addend, array_of
@@ -136,22 +136,16 @@ class TokenRows(RecurrentRows):
         *raw, of = self._raw_gates()
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
         arrays, starts = zip(*(_raw(factors, x) for factors in raw), strict=True)
-        o, cache = self._of_channels((channels, *arrays), of(*starts), self.mixer.filters(), cache)
-        if o is None:
-            return None
-        return self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x), cache
-
-    def _of_channels(self, channels, gates, filters, cache):
-        """The rule's result for a token from its products, and the cache after it; None where no kernel takes them.
-
-        Filters are None where channels and cache have passed through the convolution.
-        """
         A_log = None if self.mixer.A_log is None else self.mixer.A_log[...]
-        arrays: Any = *(a[:, 0] for a in channels), *filters, A_log, self.mixer.dt_bias[...], *cache
-        if not token.takes(token.Token(*arrays), gates, self.mixer.implementation):
-            return None, cache
-        o, *after = token.mix_token(token.Token(*arrays), gates)
-        return o[:, None], RecurrentCache(*after)
+        products = (a[:, 0] for a in (channels, *arrays))
+        it = token.Token(*products, *self.mixer.filters(), A_log, self.mixer.dt_bias[...], *cache)
+        gates = of(*starts)
+        if not token.takes(it, gates, self.mixer.implementation):
+            return None
+        o, *after = token.mix_token(it, gates)
+        o = o[:, None]
+        y = self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x)
+        return y, RecurrentCache(*after)
 
     def _of_heads(self, o, channels):
         """`_gated`, of one row by one kernel."""
@@ -223,28 +217,6 @@ class ChannelRows(TokenRows):
         m = self.mixer
         options: Any = dict(allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
         return m.factors("f"), [m.b_proj], partial(token.ChannelGates, m.num_heads, **options)
-
-    def from_stream(
-        self,
-        norm: RMSNorm,
-        x: Float[Array, "B T D"],
-        y: Float[Array, "P T D"] | Addend | None,
-        **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
-        """See `layers.blocks.from_stream`: of a token of one row the norm, the product of all projections and the
-        convolution are one kernel."""
-        cache, gates, group = cache_alone(options), self.gates(), self.group
-        if cache is not None and gates is not None and is_whole(*cache):
-            weight, convolution = group.weight[...], Convolution(cache.conv, *self.mixer.filters())
-            if row_product.takes(x, weight, self.mixer.implementation, convolution):
-                static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=self.after(1))
-                arrays = array_of(y), norm.scale(jnp.float32), weight, convolution
-                after, _, channels, conv = row_product.stream_product(x, *arrays, **static)
-                past = conv, cache.state
-                o, cache = self._of_channels(3 * (channels,), gates, (None, None), past)
-                if o is not None:
-                    return after, (self._of_heads(o, channels), cache)
-        return normalise_first(self, norm, x, y, **options)
 
 
 class DeltaRow(RecurrentRows):
