@@ -23,6 +23,7 @@ TASKS = {
     "palindrome": "repeating a sequence backwards",
     "stack": "what is popped off several stacks",
     "scope": "names whose values go when their scope closes",
+    "eviction": "names whose values go when other names get one",
 }
 """What `gdn train` trains on, in words. A sweep has fresh models, and so all tasks but tokens."""
 _LISTED = "\n".join(f"         {name:13} {words}" for name, words in TASKS.items())

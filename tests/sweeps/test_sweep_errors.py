@@ -94,7 +94,7 @@ def test_error_is_one_line(tmp_path, capsys, words, message):
         (
             "sweep words",
             "gdn sweep: expected a task bytes, recall, needle, sentence, parity, permutation, copy, palindrome, "
-            "stack or scope, got words",
+            "stack, scope or eviction, got words",
         ),
         ("sweep", "gdn sweep: expected a task"),
         ("sweep parity --mixers rnn", "rnn"),

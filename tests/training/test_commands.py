@@ -87,12 +87,12 @@ def test_error_is_one_line(folder, tmp_path, capsys, words, message):
         (
             "train poems",
             "expected a task bytes, tokens, recall, needle, sentence, parity, permutation, copy, palindrome, "
-            "stack or scope, got poems",
+            "stack, scope or eviction, got poems",
         ),
         (
             "train",
             "gdn train: expected a task bytes, tokens, recall, needle, sentence, parity, permutation, copy, "
-            "palindrome, stack or scope, got none",
+            "palindrome, stack, scope or eviction, got none",
         ),
         ("fly", "expected a command train, generate, info, eval, sweep, reproduce, check or bench, got fly"),
     ],

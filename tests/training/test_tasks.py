@@ -269,6 +269,7 @@ def test_every_task_has_defaults_that_fit():
             "scope --length 9",
             "--length: expected an even number, at least 4: two tokens for an operation, got 9",
         ),
+        ("eviction --num-names 2", "--reach: expected less than --num-names = 2, got 2"),
         ("copy --num-tokens 0", "--num-tokens: expected a number above 0, got 0"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 from gdn_jax.commands.errors import RunError
 from gdn_jax.training.tasks import (
     copying,
+    evictions,
     needle,
     next_byte,
     next_token,
@@ -31,6 +32,7 @@ CLASSES: dict[str, type[Task]] = {
         copying.PalindromeTask,
         stacks.StackTask,
         scopes.ScopeTask,
+        evictions.EvictionTask,
     )
 }
 
