@@ -137,12 +137,12 @@ class TokenRows(RecurrentRows):
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
         arrays, starts = zip(*(_raw(factors, x) for factors in raw), strict=True)
         A_log = None if self.mixer.A_log is None else self.mixer.A_log[...]
-        of_token: Any = *(a[:, 0] for a in (channels, *arrays)), *self.mixer.filters()
-        of_token = token.Token(*of_token, A_log, self.mixer.dt_bias[...], *cache)
+        products, last = (a[:, 0] for a in (channels, *arrays)), (A_log, self.mixer.dt_bias[...], *cache)
+        of_token: Any = *products, *self.mixer.filters(), *last
         gates = of(*starts)
-        if not token.takes(of_token, gates, self.mixer.implementation):
+        if not token.takes(token.Token(*of_token), gates, self.mixer.implementation):
             return None
-        o, *after = token.mix_token(of_token, gates)
+        o, *after = token.mix_token(token.Token(*of_token), gates)
         o = o[:, None]
         y = self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x)
         return y, RecurrentCache(*after)
