@@ -121,7 +121,8 @@ def draw_panels(
     above = {name: x for panel in panels for name, x in panel.chance.items() if x > most}
     lines = -(-len(panels) // 4)
     columns = -(-len(panels) // lines)
-    size = (7.2 if len(panels) == 1 else 1.2 + 2.9 * columns, 1.6 + 3.2 * lines)
+    wide = 2.4 if columns == 4 else 2.9  # so that the words of four can be read on a page
+    size = (7.2 if len(panels) == 1 else 1.2 + wide * columns, 1.6 + 3.2 * lines)
     figure, grid = _figure(size, lines, columns)
     for axes, panel in zip(grid, panels, strict=False):
         _draw(axes, panel, 100 if percent else 1)
@@ -136,7 +137,7 @@ def draw_panels(
         axes.set_ylabel(f"{label}, %" if percent else label)
     if above:
         caption += f" Above the figure: {', '.join(f'{name} {value:.3f}' for name, value in above.items())}."
-    _legend(figure, panels, [*near], learned or {}, caption.strip())
+    _legend(figure, panels, [*near], learned or {}, caption.strip(), 9.5 if columns > 2 else 8.0)
     _finish(path, figure, title)
 
 
@@ -224,9 +225,14 @@ def _tick(value: int | float) -> str:
 
 
 def _legend(
-    figure: Figure, panels: Sequence[Panel], chance: list[str], learned: dict[str, str], caption: str
+    figure: Figure,
+    panels: Sequence[Panel],
+    chance: list[str],
+    learned: dict[str, str],
+    caption: str,
+    size: float = 8.0,
 ) -> None:
-    """The caption, then the mixers in their order, then the simple methods."""
+    """The caption, then the mixers in their order, then the simple methods; the size is that of the letters."""
     drawn = {mixer for panel in panels for mixer, _ in panel.curves}
     handles, names = [], []
     for mixer in (mixer for mixer in _MIXERS if mixer in drawn):
@@ -244,10 +250,10 @@ def _legend(
         handles,
         names,
         ncols=3 if width > 7.5 else 2,
-        title=_balanced(caption, int(_CAPTION * width)),
-        title_fontsize=8,
+        title=_balanced(caption, int(8 / size * _CAPTION * width)),
+        title_fontsize=size,
         frameon=False,
-        fontsize=8,
+        fontsize=size,
         handlelength=3.5,
         loc="outside lower center",
     )
