@@ -122,7 +122,9 @@ def chosen(runs: list[dict]) -> list[dict]:
 
 def learned(run: dict) -> bool:
     """Whether a run has learned something."""
-    return run["answers"] is None or run["val_loss"] < 0.9 * math.log(run["answers"])
+    if run["answers"] is None:
+        return True
+    return run["val_loss"] is not None and run["val_loss"] < 0.9 * math.log(run["answers"])
 
 
 def score(run: dict, at: str) -> float:
@@ -243,7 +245,10 @@ def of_findings() -> Checks:
                 yield from of_first_mixer(*row)
         if head[0] == "trained up to":
             for row in rows:
-                yield from of_further(*row)
+                yield from of_further(head, row)
+        if head[0] == "order of questions":
+            for row in rows:
+                yield from of_orders(*row)
         if head[0] in ("change", "in front"):
             for row in rows:
                 yield from of_kept(head, row)
@@ -267,7 +272,6 @@ def of_findings() -> Checks:
 
 PLACES = {
     "two": ("two*", 2),
-    "two, random order": ("shuffled*", 2),
     "two, keys of 32": ("keys_32", 1),
     "two, keys of 128": ("keys_128*", 4),
     "one": ("one*", 2),
@@ -304,7 +308,47 @@ def of_first_mixer(rule: str, losses: str, *recalled: str) -> Checks:
             yield where, said, 32 * sum(run["place"][factor]) / len(run["place"][factor])
 
 
-def of_further(most: str, *cells: str) -> Checks:
+def of_further(head: list[str], row: list[str]) -> Checks:
+    """A row of a table of models that are trained on more pairs: of Zoology's size, or small ones."""
+    if head[1] == "writes halved":
+        yield from of_small_further(*row)
+        return
+    runs = of_two_mixers("two" if row[0] == "64 pairs" else "far")
+    for title, cell in zip(head[1:], row[1:], strict=True):
+        [size] = re.findall(r"\d+", title)
+        where = f"README.md, finding 1, trained up to {row[0]}, {title}"
+        if cell == "not asked":
+            assert not any(size in run["test_accuracy"] for run in runs), where
+            continue
+        values = sorted(int(size) * run["test_accuracy"][size] for run in runs)
+        if "eighth" in title:
+            places = zip(*(run["test_accuracy_by"]["place"][size] for run in runs), strict=True)
+            values = [100 * statistics.fmean(part) for part in places]
+        for said, value in zip(numbers(cell), values, strict=True):
+            yield where, said, value
+
+
+def of_two_mixers(sweep: str) -> list[dict]:
+    """The runs of Gated DeltaNet of a sweep of recall/place, at its lower rate."""
+    return [run for run in runs_of(f"recall/place/{sweep}", "gated_delta_net", 2) if run["lr"] == 0.0032]
+
+
+def of_orders(order: str, seed: str, *cells: str) -> Checks:
+    """A row of the table of models whose questions came in random order."""
+    where = f"README.md, finding 1, {order} order of questions, seed {seed}"
+    [run] = [
+        run
+        for run in of_two_mixers("shuffled_gated" if order == "random" else "two")
+        if run["seed"] == int(seed)
+    ]
+    for size, cell in zip(("64", "128", "256"), cells, strict=False):
+        yield f"{where}, of {size}", cell, int(size) * run["test_accuracy"][size]
+    for by, cell in zip(("place", "order"), cells[3:], strict=True):
+        for i, (said, part) in enumerate(zip(numbers(cell), run["test_accuracy_by"][by]["256"], strict=True)):
+            yield f"{where}, by {by}, eighth {i + 1}", said, 100 * part
+
+
+def of_small_further(most: str, *cells: str) -> Checks:
     """A row of the table of small models that are trained on more pairs."""
     name = "runs" if most == "8 pairs" else "further"
     runs = json.loads((ROOT / f"recall/first_mixer/{name}.json").read_text())["runs"]

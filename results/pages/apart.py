@@ -8,7 +8,8 @@ from gdn_jax.sweeps.summary import About, Row, Start
 from gdn_jax.training import mixers
 from results import erase_and_write
 
-SWEEP = "recall/apart"
+SWEEP, HIGH = "recall/apart", "recall/apart_high"
+"""The starts of erasing and writing at the lower and at the higher learning rate."""
 
 
 def is_own(config: dict[str, Any]) -> bool:

@@ -1,24 +1,20 @@
 """Figures of results/figures/, and of every learning rate of Zoology's setting: one function each."""
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from gdn_jax.commands.files import replacing
 from gdn_jax.styles import BLUE, GREEN, GREY, ORANGE, SKY, VERMILION
 from gdn_jax.sweeps import figure
 from gdn_jax.sweeps.figure import Panel
 from gdn_jax.sweeps.report import stored_options, trained_size
-from gdn_jax.sweeps.summary import Row
-from results.erase_and_write import ERASE_STARTS
-from results.pages import apart, first_mixer
+from results.pages import first_mixer, further, starts
 from results.pages.numbers import Numbers
+from results.pages.starts import ONE_SEED, plain
 from results.pages.stored import Arm
-
-ONE_SEED = "A line is one seed."
 
 
 def panel(
@@ -101,6 +97,68 @@ def place(r: Numbers, path: Path) -> None:
     )
 
 
+def more_pairs(r: Numbers, path: Path) -> None:
+    """Accuracy by place of models that are trained on up to 64 and on up to 256 pairs."""
+    few = ("two", "trained on up to 64 pairs", dict(color=BLUE))
+    many = ("far", "trained on up to 256 pairs", dict(color=VERMILION, ls="--"))
+    panels = [
+        (f"asked for {size} pairs", further.AS_WRITTEN, size, [few, many] if size != "512" else [many])
+        for size in further.SIZES[1:]
+    ]
+    _by_eighth(r, path, panels, "A model that is trained on more pairs stops later, in the same state")
+
+
+def random_order(r: Numbers, path: Path) -> None:
+    """Accuracy by place as written and as asked, of models that are trained with questions in two orders."""
+    kinds = [
+        ("two", "questions in Zoology's order", dict(color=BLUE)),
+        ("shuffled_gated", "questions in random order, in training and in the test", dict(color=ORANGE, ls="--")),
+    ]  # fmt: skip
+    panels = [
+        ("128 pairs, by place", further.AS_WRITTEN, "128", kinds),
+        ("256 pairs, by place", further.AS_WRITTEN, "256", kinds),
+        ("256 pairs, by question", further.AS_ASKED, "256", kinds),
+    ]
+    _by_eighth(
+        r,
+        path,
+        panels,
+        "Trained with questions in random order, models stop too; two of three store again later",
+    )
+
+
+def _by_eighth(
+    r: Numbers, path: Path, panels: list[tuple[str, str, str, list[tuple[str, str, dict]]]], title: str
+) -> None:
+    """Panels of accuracy by eighth: a title, whether as written or as asked, a size, and sweeps with their looks."""
+    drawn = Figure(figsize=(10.2, 4.2), dpi=200, layout="constrained")
+    grid = drawn.subplots(1, len(panels), sharey=True)
+    labels = {}
+    for axes, (name, by, size, kinds) in zip(grid, panels, strict=True):
+        for sweep, label, look in kinds:
+            for line, marker, filled in zip(
+                further.models(r, sweep), "os^", ("none", "full", "full"), strict=True
+            ):
+                part = further.eighths(line, size, by)
+                [labels[label]] = axes.plot(
+                    range(1, 9), part, marker=marker, fillstyle=filled, ms=6, lw=1.3, **look
+                )
+        axes.set_title(name, fontsize=9.5)
+        axes.set_xticks(range(1, 9))
+        what = "pairs, as written" if by == further.AS_WRITTEN else "questions, as asked"
+        axes.set_xlabel(f"eighth of the {what}")
+        plain(axes)
+    grid[0].set_ylabel("recalled, %")
+    caption = f"Gated DeltaNet, two mixers, keys of 64 numbers, learning rate 0.0032, three seeds. {ONE_SEED}"
+    handles = [Line2D([], [], color=x.get_color(), ls=x.get_linestyle()) for x in labels.values()]
+    drawn.legend(
+        handles, labels, loc="outside lower center", ncols=2, fontsize=9, title=caption, title_fontsize=8.5
+    )
+    drawn.suptitle(title, fontsize=11)
+    with replacing(path) as file:
+        drawn.savefig(file, format="png")
+
+
 def changed_mixers(r: Numbers, path: Path) -> None:
     """Accuracy by place of two models where a mixer's writes are changed, and what is recalled after other things."""
     drawn = Figure(figsize=(10.2, 4.4), dpi=200, layout="constrained")
@@ -121,7 +179,7 @@ def changed_mixers(r: Numbers, path: Path) -> None:
         axes.set_title(f"{first_mixer.NAMES[rule]}, trained on two eighths", fontsize=9.5)
         axes.set_xticks(range(1, 9))
         axes.set_xlabel("eighth of 256 pairs, as written")
-        _plain(axes)
+        plain(axes)
     for rule, marker in zip(first_mixer.LARGE, "^o", strict=True):
         for what, ls in zip(first_mixer.IN_FRONT, ("-", ":"), strict=True):
             found = first_mixer.in_front(places[rule], what)
@@ -132,91 +190,12 @@ def changed_mixers(r: Numbers, path: Path) -> None:
     grid[2].set_title("64 pairs after something else", fontsize=9.5)
     grid[2].set_xlabel("tokens in front")
     grid[2].legend(fontsize=7.5, loc=(0.4, 0.3))
-    _plain(grid[2])
+    plain(grid[2])
     grid[0].set_ylabel("recalled, %")
     drawn.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     drawn.suptitle("Models of two mixers stop where the first one's state says so", fontsize=11)
     with replacing(path) as file:
         drawn.savefig(file, format="png")
-
-
-def recall(r: Numbers, path: Path) -> None:
-    """Learning curves by the write strength at the start."""
-    arms = [
-        Arm(f"recall/start/{name}", mixer, lr=0.001, start=start)
-        for name, mixer in (("delta", "delta_net"), ("gated", "gated_delta_net"))
-        for start in (0.5, 0.25, 0.12, 0.06, 0.02)
-    ]
-    about = r.about(arms[0].sweep)
-    figure.draw_curves(
-        path,
-        [r.row(arm) for arm in arms],
-        axis=about.axis,
-        label=about.label,
-        answers=about.answers,
-        title="From weak writes every seed learns, and sooner",
-        caption="Recall of 4 pairs in 64 tokens while a model trains on 4 to 64 pairs; keys of 16 numbers, 1024 numbers "
-        f"of state, learning rate 0.001, seeds 0 to 4. {ONE_SEED}",
-    )
-
-
-def erase_and_write(r: Numbers, path: Path) -> None:
-    """Learning curves of the four starts of erasing and writing, and what each seed recalls in the end."""
-    config, lines = r.folder(apart.SWEEP)
-    found = {
-        (ERASE_STARTS[row.mixer], row.start.write_start): row for row in apart.rows(config, lines, 0.001)
-    }
-    starts = sorted({start for start, _ in found})
-    drawn = Figure(figsize=(9.6, 5.4), dpi=200, layout="constrained")
-    grid = drawn.subplots(2, 3, sharey=True, width_ratios=[1, 1, 0.9])
-    for line, erase, color in zip(grid, starts, (BLUE, VERMILION), strict=True):
-        for axes, write in zip(line, starts, strict=False):
-            _curves(axes, found[erase, write], color)
-            axes.set_title(f"erasing starts at {erase:g}, writing at {write:g}", fontsize=9.5)
-        line[0].set_ylabel("right answers, %")
-        _ends(line[2], {write: found[erase, write] for write in starts}, color)
-        line[2].set_title(f"16 pairs at the end, erasing from {erase:g}", fontsize=9.5)
-    for axes in grid[-1, :2]:
-        axes.set_xlabel("step (4 pairs)")
-    grid[-1, 2].set_xlabel("writing starts at")
-    drawn.suptitle("A weak start helps where it erases little, not where it writes little", fontsize=11)
-    drawn.supxlabel(
-        "DeltaNet with two gates, keys of 16 numbers, learning rate 0.001, seeds 10 to 21. A thin line or a dot is one "
-        "seed, a thick line a median.",
-        fontsize=8,
-    )
-    with replacing(path) as file:
-        drawn.savefig(file, format="png")
-
-
-def _curves(axes: Axes, row: Row, color: str) -> None:
-    """A thin line for each seed, and the median."""
-    steps = row.curves[0]["steps"]
-    seeds = [[100 * x for x in next(iter(curve["accuracy"].values()))] for curve in row.curves]
-    middle = [statistics.median(at) for at in zip(*seeds, strict=True)]
-    for seed in seeds:
-        axes.plot(steps, seed, color=color, lw=0.8, alpha=0.45)
-    axes.plot(steps, middle, color=color, lw=2.2)
-    axes.axhline(50, color=GREY, lw=0.8, ls=":")
-    _plain(axes)
-
-
-def _ends(axes: Axes, found: dict[float, Row], color: str) -> None:
-    """A dot for each seed at 16 pairs, a thin line between the two of a seed, and the medians."""
-    pairs = [[100 * x for x in row.scores[16]] for row in found.values()]
-    for seed in zip(*pairs, strict=True):
-        axes.plot([0, 1], seed, color=color, lw=0.7, marker="o", ms=3.5, alpha=0.45)
-    for x, values in enumerate(pairs):
-        axes.plot([x - 0.16, x + 0.16], 2 * [statistics.median(values)], color=color, lw=2.6)
-    axes.set_xticks([0, 1], [f"{start:g}" for start in found])
-    axes.set_xlim(-0.4, 1.4)
-    _plain(axes)
-
-
-def _plain(axes: Axes) -> None:
-    axes.set_ylim(-3, 103)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def text(r: Numbers, path: Path) -> None:
@@ -344,9 +323,14 @@ def rates(r: Numbers, path: Path) -> None:
 DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
     "figures/mqar.png": mqar,
     "figures/place.png": place,
+    "figures/more_pairs.png": more_pairs,
+    "figures/random_order.png": random_order,
     "figures/first_mixer.png": changed_mixers,
-    "figures/recall.png": recall,
-    "recall/apart/figure.png": erase_and_write,
+    "figures/recall.png": starts.recall,
+    "recall/apart/figure.png": starts.erase_and_write,
+    "recall/apart_high/figure.png": starts.erase_and_write_high,
+    "recall/room/figure.png": starts.room,
+    "recall/eps/figure.png": starts.epsilon,
     "figures/text.png": text,
     "figures/parity.png": parity,
     "figures/words.png": words,

@@ -128,8 +128,8 @@ def without_runs(r: Numbers) -> list[str]:
         `configs/text_30m_muon.full.json`, `configs/text_own_rows.full.json` and
         `configs/text_passed_rows.full.json` have no runs. Of
         `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
-        `configs/recall_mqar_place_*.full.json` neither linear attention with one mixer nor, with two, the
-        higher rate of linear attention and of Mamba2's decay: these were cut short. Of the
+        `configs/recall_mqar_place_*.full.json` neither the higher rate of linear attention with one mixer nor, with
+        two, that of linear attention and of Mamba2's decay: these were cut short. Of the
         five seeds of `configs/text_controls.full.json` all were run of the Transformer and of the hybrid
         without attention, {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid. Of
         the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated
@@ -180,7 +180,11 @@ def how_they_were_run(r: Numbers) -> list[str]:
         `text/30m/first`), nine of `text/100m` of `2bebc27` and three of `8a36315`, the words of S3 of
         `76fac69`, other words and the needle in text of `1530a33`, except Gated DeltaNet at the needle and
         `recall/by_state/first`, which are of `ae1304c`. Nothing that these runs use had changed between.
-        Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already. The
+        Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already. The runs of
+        `438d009` were made on `2026-11-28` on four H200s of one machine (driver `580.159.04`), a
+        card for each of four groups: `recall/place/far`; `recall/room` next to `recall/eps`;
+        `recall/apart_high`, two processes at a time, seeds 10 to 17 and then 18 to 25 (its command makes them
+        in one); and `recall/place/shuffled_gated`, then `recall/place/one_linear`. The
         interventions of finding 1 are of `python -m results.kept_models`, on the weights of
         `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository),
         and of `python -m results.first_mixer`, both on two cores of a CPU; their files have the versions.

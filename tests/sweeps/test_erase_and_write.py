@@ -55,8 +55,9 @@ def test_what_is_erased_and_what_is_written_are_apart():
     np.testing.assert_allclose(y, whole, atol=1e-6)
 
 
-def test_no_run_is_left_out():
-    config, lines = Numbers(RESULTS).folder(apart.SWEEP)
+@pytest.mark.parametrize("sweep", [apart.SWEEP, apart.HIGH, "recall/room", "recall/eps"])
+def test_no_run_is_left_out(sweep):
+    config, lines = Numbers(RESULTS).folder(sweep)
     o = config["options"]
     seeds = range(o["first_seed"], o["first_seed"] + o["seeds"])
     grid = itertools.product(o["mixers"], o["lrs"], o["write_starts"], seeds)
