@@ -92,7 +92,8 @@ def first_mixer(r: Numbers) -> list[str]:
         of the second mixer do not move it. When the count stands still at 64 pairs, the second mixer goes on
         storing: {frozen[0]} pairs are recalled, the last of them nearly all, and the early ones are partly
         overwritten, as a full memory does. So the state of the second mixer has room for nearly twice the
-        pairs that it recalls as trained, if not more. If the count stands still during the questions too, little is
+        pairs that it recalls as trained, and [models that are trained on more pairs](#trained-on-more-pairs)
+        show that there is room for more. If the count stands still during the questions too, little is
         recalled ({_range(places, "to the end")} of the pairs): in the questions the
         models need what the first mixer writes, too. Questions in an order that is independent of the pairs
         change nothing.
