@@ -76,7 +76,7 @@ def differences(r: Numbers) -> list[str]:
         | | papers | here |
         |---|---|---|
         | text | 100B tokens, 1.3B parameters | {few:.0f} and {many:.0f} million bytes, 30M and 100M parameters |
-        | recall | 22,500 steps of 256 rows, the best of 4 rates | 8000 steps of 64 rows, the mean of seeds at the best of up to three rates; Zoology's setting as theirs, with one seed |
+        | recall | 22,500 steps of 256 rows, the best of 4 rates | 8000 steps of 64 rows, the mean of seeds at the best of up to three rates; Zoology's training as theirs, with two mixers and one seed, three seeds where we look by place |
         | needle | language models, not trained for it | {r.parameters("needle/text/first", "delta_net") / 1e6:.1f}M parameters, trained on it, decays ten times slower at the start |
         | Mamba2 | write tied to the decay | free write strength, unit keys |
         """),
