@@ -3,7 +3,6 @@
 import math
 import statistics
 
-from gdn_jax.sweeps.summary import has_learned
 from results.erase_and_write import ERASE_STARTS
 from results.pages import apart
 from results.pages.claims import Claim
@@ -253,7 +252,10 @@ def erase_and_write_apart(r: Numbers) -> list[str]:
     high = apart.HIGH
     lost = [line for line in r.lines(high) if line["val_loss"] is None]
     diverged, [erased] = len(lost), {f"{ERASE_STARTS[line['mixer']]:g}" for line in lost}
-    silent = sum(not has_learned(line["val_loss"], r.about(high).answers) for line in r.lines(high))
+    learned = sum(
+        r.count_learned(high, mixer, 1, None, start) for mixer in ERASE_STARTS for start in (0.06, 0.5)
+    )
+    silent = len(r.lines(high)) - learned
     weak_erase, weak_write = (
         [_first(r, Arm(high, one, start=x), Arm(high, other, start=y)) for one, x, other, y in pairs]
         for pairs in (

@@ -82,7 +82,7 @@ def _by_start(
     config, lines = r.folder(sweep)
     [lr], seeds = config["options"]["lrs"], sorted({line["seed"] for line in lines})
     found = {(row.mixer, row.start.write_start): row for row in apart.rows(config, lines, lr)}
-    starts = sorted({start for _, start in found})
+    starts = sorted(config["options"]["write_starts"])
     drawn = Figure(figsize=(9.6, 5.4), dpi=200, layout="constrained")
     grid = drawn.subplots(2, 3, sharey="col" if not at_the_end else True, width_ratios=[1, 1, 0.9])
     for line, (mixer, words), color in zip(grid, names.items(), (BLUE, VERMILION), strict=True):
