@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.models.structure import split
 from gdn_jax.serving.arguments import check_values
+from gdn_jax.serving.draws import check_draw
 from gdn_jax.shapes import check_array, check_integer, check_whole
 
 MIN_LENGTH = 16
@@ -91,18 +91,9 @@ def generate(
     if prompt.shape[1] == 0:
         raise ValueError("prompt: expected at least one token, got T = 0")
     check_whole("num_tokens", num_tokens, 1, MOST_TOKENS)
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature: expected 0 or more, got {temperature}")
-    if temperature > 0 and rng is None:
-        raise ValueError(f"rng: expected a key with temperature = {temperature}, got None")
     vocab_size = model.config.vocab_size
+    check_draw(vocab_size, temperature, top_k, top_p, min_p, rng)
     _check_tokens(prompt, mask, vocab_size)
-    if top_k is not None and not 1 <= top_k <= vocab_size:
-        raise ValueError(f"top_k: expected 1 to vocab_size = {vocab_size}, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p: expected a number above 0 and up to 1, got {top_p}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p: expected a number from 0 to 1, got {min_p}")
     for token in stop_tokens:
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
@@ -258,12 +249,12 @@ def _choose_each(sampling, rng, dtype, logits, numbers):
     if sampling is None:
         return jnp.argmax(logits, axis=-1).astype(dtype)
 
-    def draw(row, number, logits):
-        key = jax.random.fold_in(jax.random.fold_in(rng, number), row)
-        return sampling.draw(key, logits[None])[0]
+    def key(row, number):
+        return jax.random.fold_in(jax.random.fold_in(rng, number), row)
 
-    of_row = jax.vmap(draw, (None, 0, 0))
-    return jax.vmap(of_row)(jnp.arange(logits.shape[0]), numbers, logits).astype(dtype)
+    keys = jax.vmap(jax.vmap(key, (None, 0)))(jnp.arange(logits.shape[0]), numbers)
+    tokens = sampling.draw_each(keys.reshape(-1, *keys.shape[2:]), logits.reshape(-1, logits.shape[-1]))
+    return tokens.reshape(numbers.shape).astype(dtype)
 
 
 def likeliest(logits: Float[Array, "B vocab"], _: Any) -> Int[Array, " B"]:

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.drafts import check_drafts
 from gdn_jax.models.inference.program import for_inference
+from gdn_jax.models.sampling import next_tokens
 from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import split
 from gdn_jax.serving.batching import Chain
+from gdn_jax.serving.draws import Draws
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole
 
@@ -24,7 +26,9 @@ __all__ = ["LayerPools", "ServedModel", "slot_bytes"]
 
 
 class ServedModel:
-    """A LanguageModel whose layers keep what they remember in slots; tokens are the likeliest ones.
+    """A LanguageModel whose layers keep what they remember in slots.
+
+    Tokens are the likeliest ones, or drawn as the requests of a `Server(sampling=True)` ask for it.
 
     A token is -1 where its logits are NaN: after NaN in a slot, and where a request has more tokens than the pools'
     capacity. `Server.submit` refuses such a request, and with `gdn_jax.debug_checks` every call does.
@@ -110,8 +114,9 @@ class ServedModel:
         slots: Indices,
         has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
         pools: Any,
+        draws: Draws | None = None,
     ) -> tuple[Int[Array, " N"], Any]:
-        """Pieces of prompts, packed in one row: the likeliest token after each, and the pools.
+        """Pieces of prompts, packed in one row: the token after each, and the pools.
 
         Args:
           params: `self.params`.
@@ -120,6 +125,7 @@ class ServedModel:
           slots: of their requests; -1 for none, whose piece is padding.
           has_initial_state: False where the slot holds nothing of the request yet.
           pools: of `make_pools`, or of the call before.
+          draws: how the requests draw; None: tokens are the likeliest ones.
         """
         model, layers = self._structure.merge(params), self._drafts.layers(pools)
 
@@ -128,20 +134,30 @@ class ServedModel:
 
         ends = jnp.asarray(cu_seqlens, jnp.int32)[1:]  # wide: what is less than 0 wraps in unsigned numbers
         x, after = model.hidden_states(tokens, around=mix, return_cache=True)
-        new = _likeliest(model.logits(x[0, jnp.maximum(ends - 1, 0)]))
+        logits = model.logits(x[0, jnp.maximum(ends - 1, 0)])
+        new = next_tokens(logits[:, None], draws)[:, 0]
         pieces = Pieces(tokens, x, cu_seqlens, slots, has_initial_state)
         return new, self._drafts.after_prompts(model, pieces, after or (), pools)
 
     def decode(
-        self, params: Any, tokens: Int[Array, " B"], slots: Indices, pools: Any
+        self,
+        params: Any,
+        tokens: Int[Array, " B"],
+        slots: Indices,
+        pools: Any,
+        draws: Draws | None = None,
     ) -> tuple[Int[Array, " B"] | Chain, Any]:
-        """One token of every request, or with drafts several: the likeliest next ones, and the pools.
+        """One token of every request, or with drafts several: the next ones, and the pools.
+
+        A draft is right where the token that is drawn, or the likeliest one, is the same: so tokens have the
+        probabilities of the model's logits, whatever the drafts are, and are those that are drawn without drafts.
 
         Args:
           params: `self.params`.
           tokens: last token of each request.
           slots: of the requests; -1 for none.
           pools: of the call before.
+          draws: how the requests draw; None: tokens are the likeliest ones.
         """
         model = self._structure.merge(params)
         drafts, pools = self._drafts.guess(model, tokens, slots, pools)
@@ -152,7 +168,8 @@ class ServedModel:
 
         read = jnp.concatenate([tokens[:, None], drafts], axis=1)
         x, accepts = model.hidden_states(read, around=mix, return_cache=True)
-        new = _likeliest(model.logits(x.reshape(-1, x.shape[-1]))).reshape(read.shape)
+        logits = model.logits(x.reshape(-1, x.shape[-1]))
+        new = next_tokens(logits.reshape(*read.shape, -1), draws)
         count = 1 + jnp.cumprod(new[:, :-1] == drafts, axis=1).sum(axis=1)
         layers = tuple(accept(count) for accept in accepts or ())
         return self._drafts.after_step(model, Chain(new, count), x, slots, layers, pools)
@@ -181,14 +198,7 @@ class ServedModel:
             return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
 
         x, after = model.hidden_states(tokens, around=mix, return_cache=True)
-        return _likeliest(model.logits(x)), after or ()
-
-
-def _likeliest(logits: Float[Array, "*S vocab"]) -> Int[Array, "*S"]:
-    """The likeliest tokens, -1 where logits are NaN."""
-    likeliest = jnp.argmax(logits, -1).astype(jnp.int32)  # of NaN, where there is one
-    is_number = ~jnp.isnan(jnp.max(logits, -1))
-    return jnp.where(is_number, likeliest, -1)
+        return next_tokens(model.logits(x)), after or ()
 
 
 def slot_bytes(

@@ -49,7 +49,7 @@ class DraftPools:
 
     layers: tuple
     pairs: FixedAttentionCache
-    hidden: Float[Array, "slots D"]
+    hidden: Float[Array, "slots D"] | Float[np.ndarray, "slots D"]
     num_drafts: int
 
     @property

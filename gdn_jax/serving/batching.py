@@ -16,17 +16,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from gdn_jax.serving.arguments import capacity, check_integers, slot_count
+from gdn_jax.serving.draws import Draw, Draws
 from gdn_jax.serving.pools import GRID
 from gdn_jax.serving.prefixes import Prefixes
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
 from gdn_jax.shapes import check_whole
 
 Prefill = Callable[..., tuple[jax.Array, Any]]
-"""(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools."""
+"""(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools. A
+server with sampling has one more argument, the `Draws` of the N requests."""
 Decode = Callable[..., tuple["jax.Array | Chain", Any]]
-"""(params, tokens [B], slots [B], pools) -> next tokens [B], or a `Chain` of them, pools."""
+"""(params, tokens [B], slots [B], pools) -> next tokens [B], or a `Chain` of them, pools; with sampling also the
+`Draws` of the B requests."""
 
 TOKENS = 2**31
 """Tokens that int32 tells apart."""
@@ -70,10 +74,11 @@ class QueueFull(RuntimeError):
 
 
 class _State(NamedTuple):
-    """Contents of the slots: the model's memory of a request, and the request's newest token."""
+    """Contents of the slots: the model's memory of a request, the request's newest token, and how it draws."""
 
     pools: Any
     newest: jax.Array
+    draws: Draws | None
 
 
 @dataclass(eq=False)
@@ -82,6 +87,7 @@ class _Request:
     prompt: np.ndarray
     num_tokens: int
     stop_token: int | None
+    draw: Draw
     seen: int = 0
     """Tokens of the prompt that a program was given."""
     made: int = 0
@@ -112,6 +118,7 @@ class Server:
         begins like one before starts after it. Its tokens stay the same, but for ties within rounding. 0: every
         prompt is read whole. A slot's contents are kept whole, with the places of tokens that are not there yet.
       prefix_stride: beginnings are kept whose number of tokens is a multiple of it; itself a multiple of 64.
+      sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
 
     Raises:
       ValueError: a number does not fit.
@@ -130,6 +137,7 @@ class Server:
         vocab_size: int | None = None,
         prefix_bytes: int = 0,
         prefix_stride: int = 256,
+        sampling: bool = False,
     ):
         slots = slot_count(pools)
         check_whole("max_batch", max_batch, 1, slots)
@@ -140,7 +148,9 @@ class Server:
         self._tokens = vocab_size or TOKENS
         self._prefill, self._decode, self._params = prefill, decode, params
         self._capacity = capacity(pools)
-        self._state = _State(pools, jnp.zeros(slots, jnp.int32))
+        self._samples = sampling
+        draws = jax.tree.map(jnp.asarray, Draws.of([Draw.none()] * slots)) if sampling else None
+        self._state = _State(pools, jnp.zeros(slots, jnp.int32), draws)
         self._free = deque(range(slots))
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
         self._waiting: deque[_Request] = deque()
@@ -159,7 +169,16 @@ class Server:
         """Seconds in which all steps together waited for the device."""
 
     def submit(
-        self, prompt: Sequence[int] | np.ndarray, num_tokens: int, *, stop_token: int | None = None
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        num_tokens: int,
+        *,
+        stop_token: int | None = None,
+        rng: PRNGKeyArray | np.ndarray | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
     ) -> int:
         """Lets a request wait for a slot.
 
@@ -167,6 +186,9 @@ class Server:
           prompt: at least one token.
           num_tokens: how many to append at most. All but the last have room in a slot, with the prompt.
           stop_token: the request ends with this token.
+          rng, temperature, top_k, top_p, min_p: how the request draws, as for `gdn_jax.models.generate`; above a
+            temperature of 0 the server needs sampling. Its tokens follow from its key, whatever other requests there
+            are, but for rounding: they are those of `generate` for the prompt alone, with or without drafts.
 
         Returns:
           The request's number.
@@ -190,10 +212,15 @@ class Server:
             )
         if stop_token is not None:
             check_whole("stop_token", stop_token, 0, self._tokens - 1)
+        if temperature > 0 and not self._samples:
+            raise ValueError(
+                f"temperature: expected 0 of a request to a server without sampling, got {temperature}"
+            )
+        draw = Draw.made(self._tokens, temperature, top_k, top_p, min_p, rng)
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already")
         self._number += 1
-        self._waiting.append(_Request(self._number, tokens.astype(np.int32), num_tokens, stop_token))
+        self._waiting.append(_Request(self._number, tokens.astype(np.int32), num_tokens, stop_token, draw))
         return self._number
 
     def step(self) -> dict[int, np.ndarray]:
@@ -307,6 +334,9 @@ class Server:
             self._params,
             _indices(tokens)[None],
             *map(_indices, (ends, slots, goes_on, ended)),
+            Draws.of([request.draw for request, _ in rows] + [Draw.none()] * padding)
+            if self._samples
+            else None,
         )
         for request, piece in rows:
             request.seen += len(piece)
@@ -364,17 +394,25 @@ def _take(state: _State, slots: Any) -> Any:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _run_prefill(
-    prefill: Prefill, state: _State, params, tokens, cu_seqlens, slots, has_initial_state, ended
+    prefill: Prefill, state: _State, params, tokens, cu_seqlens, slots, has_initial_state, ended, draws
 ):
     """Only prompts that end in this step have a newest token."""
-    new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools)
+    more = () if draws is None else (draws,)
+    new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools, *more)
     new = Chain.of("prefill", new, len(slots), "N")
-    return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new.newest))
+    if draws is not None:
+        draws = draws._replace(number=new.count)  # of a prompt that goes on it is written again
+        draws = put(state.draws, Address.of(slots, state.newest), draws)
+    return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new.newest), draws)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _run_decode(decode: Decode, state: _State, params, slots):
     at = Address.of(slots, state.newest)
-    new, pools = decode(params, take(state.newest, at), slots, state.pools)
+    draws = take(state.draws, at)
+    more = () if draws is None else (draws,)
+    new, pools = decode(params, take(state.newest, at), slots, state.pools, *more)
     new = Chain.of("decode", new, len(slots), "B")
-    return new, _State(pools, put(state.newest, at, new.newest))
+    if draws is not None:
+        draws = put(state.draws, at, draws._replace(number=draws.number + new.count))
+    return new, _State(pools, put(state.newest, at, new.newest), draws)

@@ -47,8 +47,8 @@ FAULTS = (
     ),
     Fault(
         "drawn tokens of all rows have one random key",
-        "key = jax.random.fold_in(jax.random.fold_in(rng, number), row)",
-        "key = jax.random.fold_in(rng, number)",
+        "return jax.random.fold_in(jax.random.fold_in(rng, number), row)",
+        "return jax.random.fold_in(rng, number)",
         "tests/models/test_drafts.py::test_drawn_tokens_have_the_probabilities_of_the_model",
     ),
     Fault(
@@ -98,6 +98,24 @@ FAULTS = (
         "return o, lambda count: run(self.arrays, *only(whole, count))[1]",
         "return o, lambda count: run(self.arrays, *only(whole, jnp.full_like(count, T)))[1]",
         "tests/models/test_served_drafts.py::test_every_request_gets_what_generate_gives",
+    ),
+    Fault(
+        "tokens of a step are drawn with one key of their request",
+        "numbers = draws.number[:, None] + jnp.arange(T)",
+        "numbers = draws.number[:, None] + jnp.zeros(T, jnp.int32)",
+        "tests/models/test_served_sampling.py::test_every_request_gets_what_generate_gives",
+    ),
+    Fault(
+        "a server's keys go on by one token after several",
+        "draws._replace(number=draws.number + new.count)",
+        "draws._replace(number=draws.number + 1)",
+        "tests/models/test_served_sampling.py::test_every_request_gets_what_generate_gives",
+    ),
+    Fault(
+        "a request without top_p has one of 0.9",
+        "limits = ALL if top_k is None else min(top_k, ALL), math.inf if top_p is None else top_p, min_p or 0.0",
+        "limits = ALL if top_k is None else min(top_k, ALL), 0.9 if top_p is None else top_p, min_p or 0.0",
+        "tests/models/test_served_sampling.py::test_every_request_gets_what_generate_gives",
     ),
     Fault(
         "a server counts one token of a chain",
@@ -224,8 +242,8 @@ FAULTS = (
     ),
     Fault(
         "top_k keeps the likeliest alone",
-        "least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]",
-        "least = jax.lax.top_k(logits, self.top_k)[0][:, :1]",
+        "return jax.lax.top_k(logits, k)[0][:, -1:]",
+        "return jax.lax.top_k(logits, k)[0][:, :1]",
         "tests/rule/test_pairwise.py::test_limits_of_the_draw",
     ),
     Fault(
@@ -303,8 +321,8 @@ FAULTS = (
     ),
     Fault(
         "a token that has no room is the first one",
-        "return jnp.where(is_number, likeliest, -1)",
-        "return likeliest",
+        "return jnp.where(is_number, tokens, -1)",
+        "return tokens",
         "tests/serving/test_served_attention.py::test_tokens_beyond_the_capacity_are_none",
     ),
     Fault(
