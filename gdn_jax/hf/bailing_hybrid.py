@@ -2,7 +2,8 @@
 
 Files that transformers writes and published ones differ in the fields of config.json and the name of an output
 projection; both are opened. The model type is also that of Ling 2.5 and 2.6, whose layers are others. Source:
-`modeling_bailing_hybrid.py` of transformers.
+`modeling_bailing_hybrid.py` of transformers; of the head for the token after the next, which is the layer after the
+decoder's and which transformers does not read, `bailing_moe_nextn.py` of SGLang.
 """
 
 import dataclasses
@@ -117,4 +118,6 @@ FAMILY = Family(
     fields=_fields,
     weights=partial(kda_decoder.weights, SPELLING),
     embedding="word_embeddings",
+    mtp=partial(kda_decoder.mtp_weights, SPELLING),
+    mtp_fields={"num_nextn_predict_layers": 1},
 )

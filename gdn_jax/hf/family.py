@@ -43,6 +43,7 @@ class Family:
       embedding: name of its tensor, behind the prefix.
       eight_bits: finds the names of matrices that FP8 checkpoints of the family have in 8 bits; None: there are none.
       mtp: weights of the head for the token after the next; None: such a head is not known.
+      mtp_fields: of the config.json of a model of our own that has the head.
     """
 
     model_types: tuple[str, ...]
@@ -54,3 +55,4 @@ class Family:
     embedding: str = "embed_tokens"
     eight_bits: re.Pattern[str] | None = None
     mtp: Callable[[ModelConfig, Names], Iterator[Weight]] | None = None
+    mtp_fields: Mapping[str, Any] = MappingProxyType({})

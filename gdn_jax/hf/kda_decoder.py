@@ -262,3 +262,18 @@ def weights(spelling: Spelling, config: ModelConfig, names: Names) -> Iterator[W
         mixer = _latent_weights if kind == "attention" else _kda_weights
         yield from mixer(config, spelling, f"{tensors}.{spelling.mixer}", f"{params}.mixer", names)
         yield from _mlp_weights(config, spelling, tensors, f"{params}.mlp", names, layer)
+
+
+def mtp_weights(spelling: Spelling, config: ModelConfig, names: Names) -> Iterator[Weight]:
+    """Weights of the head for the token after the next, in the layer after the decoder's: attention with experts."""
+    layer, hidden = config.num_layers, config.hidden_size
+    tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
+    yield projection(f"{tensors}.eh_proj.weight", "mtp.fc.kernel", hidden, 2 * hidden)
+    for theirs, ours in (("enorm", "embedding_norm"), ("hnorm", "hidden_norm"), ("final_layernorm", "norm")):
+        yield same(f"{tensors}.{theirs}.weight", f"mtp.{ours}.weight", hidden)
+    sparse = dataclasses.replace(config, dense_layers=())
+    yield from qwen3_next.in_head(layer, qwen3_next.norm_weights(config, layer, names))
+    mixer = _latent_weights(config, spelling, f"{tensors}.{spelling.mixer}", f"{params}.mixer", names)
+    yield from qwen3_next.in_head(layer, mixer)
+    experts = _mlp_weights(sparse, spelling, tensors, f"{params}.mlp", names, layer)
+    yield from qwen3_next.in_head(layer, experts)

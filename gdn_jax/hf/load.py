@@ -91,9 +91,9 @@ def load_hf(
     the largest one beside the model. A model for images and text is loaded as its language model; what it does not
     use is listed in `model.origin.skipped`.
 
-    A head for the token after the next, of Qwen's models, comes with the checkpoint that has its tensors: it is
-    `model.mtp`, and `model.mtp_logits(tokens)` calls it. Nothing else does: set `model.mtp = None` to do without it,
-    as before training, which would not reach it.
+    A head for the token after the next, of Qwen's models and of Ling 3.0, comes with the checkpoint that has its
+    tensors: it is `model.mtp`, and `model.mtp_logits(tokens)` calls it. Nothing else does: set `model.mtp = None` to
+    do without it, as before training, which would not reach it.
 
     Args:
       path: folder with config.json and model.safetensors, or with files that an index lists.

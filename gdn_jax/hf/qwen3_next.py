@@ -249,14 +249,16 @@ def mtp_weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
     for name in ("embedding", "hidden"):
         yield same(f"mtp.pre_fc_norm_{name}.weight", f"mtp.{name}_norm.weight", hidden)
     yield same("mtp.norm.weight", "mtp.norm.weight", hidden)
-    yield from _in_block(norm_weights(config, 0, inner))
-    yield from _in_block(attention_weights(config, "mtp.layers.0.self_attn", "blocks.0.mixer"))
-    yield from _in_block(mlp_weights(dataclasses.replace(config, dense_layers=()), 0, inner))
+    yield from in_head(0, norm_weights(config, 0, inner))
+    yield from in_head(0, attention_weights(config, "mtp.layers.0.self_attn", "blocks.0.mixer"))
+    yield from in_head(0, mlp_weights(dataclasses.replace(config, dense_layers=()), 0, inner))
 
 
-def _in_block(weights: Iterator[Weight]) -> Iterator[Weight]:
+def in_head(layer: int, weights: Iterator[Weight]) -> Iterator[Weight]:
+    """Weights of a layer as those of the block of the head for the token after the next."""
     for weight in weights:
-        yield weight._replace(params=tuple("mtp.block." + p.removeprefix("blocks.0.") for p in weight.params))
+        params = (param.removeprefix(f"blocks.{layer}.") for param in weight.params)
+        yield weight._replace(params=tuple(f"mtp.block.{param}" for param in params))
 
 
 def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:

@@ -87,6 +87,7 @@ def save_hf(
     plan = [*weights_of(family, model.config, names)]
     if model.mtp is not None and family.mtp is not None:
         plan += family.mtp(model.config, names)
+        fields |= family.mtp_fields if described is None else {}
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params: dict[str, Any] = {name_of(key): array for key, array in jax.tree.leaves_with_path(state)}
     params = kept.named(params, storage.dtype)

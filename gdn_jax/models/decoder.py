@@ -166,7 +166,7 @@ class LanguageModel(nnx.Module):
         if self.mtp is None:
             raise ValueError(
                 "model: expected one with a head for the token after the next, which load_hf brings where a "
-                "checkpoint of Qwen has all its tensors, got one without"
+                "checkpoint of Qwen or Ling 3.0 has all its tensors, got one without"
             )
         return self.mtp.logits(self, tokens, mask)
 
