@@ -1,4 +1,6 @@
-"""Draws docs/rule.svg, what a token does to a state, and docs/gain.svg, the times of docs/performance.md as shares.
+"""Draws docs/rule.svg, what a token does to a state, and docs/gain.svg, times of a call as shares of others' times.
+
+The times are those of docs/times.py; without a file there that has other libraries, those of docs/log/tables.md.
 
     python docs/figures.py
 
@@ -6,9 +8,10 @@ Both are as wide as a phone and follow the reader's colours. Python alone is nee
 """
 
 import re
+import runpy
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parent
 WIDTH = 400
@@ -46,14 +49,22 @@ class Time(NamedTuple):
 
 
 def times(passed: str) -> list[Time]:
-    """Times of a pass, "Forward" or "Backward", from its table in docs/performance.md."""
-    section = (DOCS / "performance.md").read_text().split(f"\n## {passed}\n")[1]
+    """Times of a pass, "Forward" or "Backward"."""
+    if found := measured(passed):
+        return [Time(x.size, x.ours, x.other.ms) for x in found]
+    section = (DOCS / "log" / "tables.md").read_text().split(f"\n## {passed}\n")[1]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line
     ]
     header, row = rows[0], next(row for row in rows if row[0] == HEADS)
     cells = dict(zip(header, row, strict=True))
     return [Time(size, *(float(x) for x in re.findall(r"[\d.]+", cells[size]))) for size in SIZES[passed]]
+
+
+def measured(passed: str) -> list[Any]:
+    """What docs/times.py compares of a pass."""
+    page = runpy.run_path(str(DOCS / "times.py"))
+    return page["compared"](passed.lower(), page["devices"]())
 
 
 def phases() -> list[Matrix]:
@@ -143,8 +154,9 @@ def gain() -> str:
                 text(384, y - 4, f"{100 * share:.0f} %", "title end"),
             ]
         y += 16
+    found = measured("Forward")
     notes = (
-        "NVIDIA H200, 16 key and 32 value heads, K = V = 128,",
+        f"{found[0].device.kind if found else 'NVIDIA H200'}, 16 key and 32 value heads, K = V = 128,",
         "bfloat16. 4096x8: eight packed rows of 4096 tokens.",
         "Libraries and dates: docs/performance.md",
     )

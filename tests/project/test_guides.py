@@ -112,7 +112,7 @@ def test_memory_of_a_step(capsys):
 
 
 def performance() -> str:
-    return (DOCS / "performance.md").read_text()
+    return (DOCS / "log" / "tables.md").read_text()
 
 
 def test_weights_and_moments_are_twelve_bytes():

@@ -60,7 +60,7 @@ def test_kibibytes_of_a_head_with_a_ring():
 
 def test_parameters_of_the_models_that_are_timed():
     small, large = numbers(
-        "performance.md", r"vocabulary of 32768: ([\d.]+) billion .*?32000: ([\d.]+) billion"
+        "log/tables.md", r"vocabulary of 32768: ([\d.]+) billion .*?32000: ([\d.]+) billion"
     )
     for name, said, digits in (("0.4b", small, 3), ("1.3b", large, 2)):
         assert round(sum(parameters(model_config(name)).values()) / 1e9, digits) == said
@@ -70,7 +70,7 @@ def test_parameters_of_the_models_that_are_timed():
 def test_temporary_memory_of_the_chunked_form_on_a_cpu():
     """The row of CPU cores, by the compiler's account, which differs a little between versions of JAX."""
     *said, _ = numbers(
-        "performance.md",
+        "log/tables.md",
         r"1x2048, 4 heads, K = V = 64 \|.*?\| ([\d.]+) / [\d.]+ MiB \| ([\d.]+) / ([\d.]+) MiB",
     )
     x = inputs(Row(4, 4, (2048,), width=64), "float32")

@@ -249,7 +249,7 @@ def test_times_of_the_readme_are_those_of_the_page():
     """Milliseconds and ratios of its table, for the sizes that the figure has."""
     script = load(DOCS / "figures.py")
     rows = re.findall(
-        r"\| (forward|backward) \| (\w+)[ *]* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|",
+        r"\| (forward|backward) \| (\w+)[ *]* \| ([\d.]+) \| ([\d.]+)[ \w*]* \| ([\d.]+) \|",
         (ROOT / "README.md").read_text(),
     )
     of_page = [
@@ -257,7 +257,7 @@ def test_times_of_the_readme_are_those_of_the_page():
         for passed in script.SIZES
         for time in script.times(passed)
     ]
-    assert len(rows) == 3
+    assert len(rows) >= 3
     assert {(a, b, float(c), float(d), e) for a, b, c, d, e in rows} <= {*of_page}
 
 
