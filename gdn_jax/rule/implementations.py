@@ -10,6 +10,7 @@ from gdn_jax.partitioning import expected_shards
 from gdn_jax.rule import plain, seam
 from gdn_jax.rule.call import APART, CHANNELS, HEADS, Arrays, Call
 from gdn_jax.rule.kernels.ampere import Ampere
+from gdn_jax.rule.kernels.ampere_channels import AmpereChannels
 from gdn_jax.rule.kernels.channels import Channels
 from gdn_jax.rule.kernels.hopper import Hopper
 from gdn_jax.rule.kernels.kernel_set import KernelSet
@@ -125,6 +126,7 @@ TABLE: tuple[Implementation, ...] = (
     ByKernels(Hopper()),
     ByKernels(Channels()),
     ByKernels(Ampere()),
+    ByKernels(AmpereChannels()),
     Plain("chunked"),
     Plain("recurrent"),
 )

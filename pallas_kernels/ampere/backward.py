@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax.shapes import RuleArrays
+from gdn_jax.shapes import Dims, RuleArrays
+from pallas_kernels.ampere import adjoints as of_adjoints
 from pallas_kernels.ampere.adjoints import adjoint_factors, adjoints
+from pallas_kernels.ampere.decays import HEADS
 from pallas_kernels.ampere.gradients import Gradients, gradients
 from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.rule import Residuals, batched, padded_states, spread, tables_of
@@ -62,7 +64,7 @@ def backward(
     static, (B, T) = _Static(float(scale), state_layout == "kv", config, interpret), x.dims[:2]
     x, do = batched(x), cotangents.do
     cotangents = cotangents._replace(do=do.reshape(*x.q.shape[:2], *do.shape[2:]))
-    out = compiled(_run, interpret)(static, x, tables_of(x), residuals, cotangents)
+    out = compiled(_run, interpret)(static, x, tables_of(x.cu_seqlens, x.dims.T), residuals, cotangents)
     tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:5])
     return Cotangents._make((*tokens, out.dh_0))
 
@@ -89,36 +91,22 @@ def _run(
     cotangents: OutputCotangents,
 ) -> Cotangents:
     """The kernels in order, with the padding around them."""
-    dims, (do, dfinal) = x.dims, cotangents
-    g2_cum, strengths, t, p = (y.reshape(-1, *y.shape[2:]) for y in residuals[:4])
-    rows, dtype, kv_layout = Rows(dims.B, dims.T, tables), x.k.dtype, static.kv_layout
-    q, k, v, do = (spread(y, rows) for y in (*x[:3], do.astype(dtype)))
-    h_0, dh_T = (padded_states(y, dims, kv_layout) for y in (x.initial_state, dfinal))
-    first_chunk = jnp.asarray(rows.first_chunk)
-    both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
-    walked = q, k, do, t, p, adjoint_factors(g2_cum, strengths)
-    starts, m = residuals.starts, residuals.m
-    if starts is not None and m is not None:
-        first_chunk = jnp.asarray(first_chunks(rows, -(-residuals.t.shape[1] // starts.shape[1])))
-        e = adjoints(
-            *walked, None, first_chunk, scale=static.scale, kv_layout=False, only_dh_0=True, **both
-        ).dh_0
-        assert e is not None
-        after = joined_backwards(of_layout(dh_T, kv_layout), e.reshape(starts.shape), m)
-        (h_0, dh_T), kv_layout = (y.reshape(-1, *y.shape[2:]) for y in (starts, after)), False
-    both |= dict(kv_layout=kv_layout)
-    h, w = states(k, v, t, factors(g2_cum, strengths), h_0, first_chunk, **both)
-    wanted = x.initial_state is not None
-    back = adjoints(*walked, dh_T, first_chunk, scale=static.scale, with_dh_0=wanted, **both)
-    assert back.dh is not None and back.dv is not None
+    dims, dtype = x.dims, x.k.dtype
+    g2_cum, strengths = (y.reshape(-1, *y.shape[2:]) for y in residuals[:2])
+    rows = Rows(dims.B, dims.T, tables)
+    q, k, v, do = (spread(y, rows) for y in (*x[:3], cotangents.do.astype(dtype)))
+    vectors = factors(g2_cum, strengths), adjoint_factors(g2_cum, strengths)
+    back = walked(
+        static, dims, rows, {"q": q, "k": k}, v, do, residuals, vectors, x.initial_state, cotangents.dfinal
+    )
     is_float16, factor = dtype == jnp.float16, mantissa(strengths, dtype)
     sums = gradients(
         q,
         k,
         do,
-        w,
+        back.w,
         back.dv,
-        h,
+        back.h,
         back.dh,
         g2_cum,
         factor,
@@ -127,30 +115,82 @@ def _run(
         scale=static.scale,
         interpret=static.interpret,
     )
-    dbeta = dg = dh_0 = None
+    dbeta = dg = None
     if x.beta is not None:
         by_chunk = join_dbeta(factor * sums.dv_w, sums.k_write, strengths, factor)
         dbeta = rows.by_token(by_chunk).astype(x.beta.dtype)
     if x.g is not None:
         dg = rows.by_token(_gate_gradient(sums, g2_cum))
         dg = jnp.where(has_no_past(x, x.cu_seqlens), 0.0, dg).astype(x.g.dtype)
-    if x.initial_state is not None and back.dh_0 is not None:
-        dh_0 = back.dh_0
+    return Cotangents(
+        of_heads(sums.dq, rows, dims.Hq, dims.K),
+        of_heads(sums.dk, rows, dims.Hk, dims.K),
+        of_heads(back.dv, rows, dims.HV, dims.V).astype(x.v.dtype),
+        dg,
+        dbeta,
+        back.dh_0,
+    )
+
+
+class Walked(NamedTuple):
+    """What both walks give."""
+
+    h: Float[Array, "chunks HO V K"]
+    w: Float[Array, "places HO V"]
+    dh: Float[Array, "chunks HO V K"]
+    dv: Float[Array, "places HO V"]
+    dh_0: Float[Array, "N HO _ _"] | None
+    """As the rule gives it; None without an initial state."""
+
+
+def walked(
+    static: Any,
+    dims: Dims,
+    rows: Rows,
+    keys: dict[str, Any],
+    v: Any,
+    do: Any,
+    residuals: Any,
+    vectors: tuple[Any, Any],
+    initial_state: Any,
+    dfinal: Any,
+    decays: tuple[Any, Any] = (HEADS, of_adjoints.HEADS),
+) -> Walked:
+    """The walks of a backward, in the segments of the forward.
+
+    Args:
+      static: scale, kv_layout, config and interpret of the backward.
+      keys, v, do, vectors, decays: of `states` and `adjoints`, vectors and decays of each.
+      residuals: with t, p, starts and m.
+    """
+    t, p = (y.reshape(-1, *y.shape[2:]) for y in (residuals.t, residuals.p))
+    (starts, m), kv_layout = (residuals.starts, residuals.m), static.kv_layout
+    h_0, dh_T = (padded_states(y, dims, kv_layout) for y in (initial_state, dfinal))
+    first_chunk = jnp.asarray(rows.first_chunk)
+    both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
+    back: dict[str, Any] = dict(scale=static.scale, of=decays[1])
+    arrays = keys, do, t, p, vectors[1]
+    if starts is not None and m is not None:
+        first_chunk = jnp.asarray(first_chunks(rows, -(-residuals.t.shape[1] // starts.shape[1])))
+        e = adjoints(*arrays, None, first_chunk, kv_layout=False, only_dh_0=True, **back, **both).dh_0
+        assert e is not None
+        after = joined_backwards(of_layout(dh_T, kv_layout), e.reshape(starts.shape), m)
+        (h_0, dh_T), kv_layout = (y.reshape(-1, *y.shape[2:]) for y in (starts, after)), False
+    both |= dict(kv_layout=kv_layout)
+    h, w = states(keys, v, t, vectors[0], h_0, first_chunk, decays=decays[0], **both)
+    wanted = initial_state is not None
+    result = adjoints(*arrays, dh_T, first_chunk, with_dh_0=wanted, **back, **both)
+    assert result.dh is not None and result.dv is not None
+    dh_0 = result.dh_0
+    if wanted and dh_0 is not None:
         if starts is not None:
             dh_0 = dh_0.reshape(starts.shape)[:, 0]
             dh_0 = dh_0.swapaxes(-1, -2) if static.kv_layout else dh_0
         shape = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
-        dh_0 = dh_0[:, :, : shape[0], : shape[1]].astype(x.initial_state.dtype)
-    return Cotangents(
-        _of_heads(sums.dq, rows, dims.Hq, dims.K),
-        _of_heads(sums.dk, rows, dims.Hk, dims.K),
-        _of_heads(back.dv, rows, dims.HV, dims.V).astype(x.v.dtype),
-        dg,
-        dbeta,
-        dh_0,
-    )
+        dh_0 = dh_0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
+    return Walked(h, w, result.dh, result.dv, dh_0)
 
 
-def _of_heads(x: Float[Array, "places HO _"], rows: Rows, heads: int, width: int) -> Float[Array, "B T _ _"]:
+def of_heads(x: Float[Array, "places HO _"], rows: Rows, heads: int, width: int) -> Float[Array, "B T _ _"]:
     """The gradient of an input with so many heads, from that of every output head."""
     return sum_heads(rows.back(x[..., :width]), heads)

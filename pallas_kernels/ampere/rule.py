@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Dims, Outputs, RuleArrays, changes_segment
 from pallas_kernels.ampere import segments
+from pallas_kernels.ampere.decays import HEADS
 from pallas_kernels.ampere.prepare import prepare
 from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.states import ends, factors, outputs
@@ -90,20 +91,27 @@ def batched(x: RuleArrays) -> RuleArrays:
     return x if known is None or not common_length(known, x.dims.T) else as_rows(x, x.dims.N)
 
 
-def chosen_segment(x: RuleArrays) -> int:
+def chosen_segment(dims: Dims, cu_seqlens: Any) -> int:
     """Chunks of a segment that `forward` chooses for a call, 0 for rows that are not cut."""
-    dims, known = x.dims, known_lengths(x.cu_seqlens)
+    known = known_lengths(cu_seqlens)
     length = None if known is None else common_length(known, dims.T)
     if length:  # as `batched`
         return segments.choose(dims._replace(B=dims.N, T=length), packed=False)
-    return segments.choose(dims, packed=x.cu_seqlens is not None)
+    return segments.choose(dims, packed=cu_seqlens is not None)
 
 
-def tables_of(x: RuleArrays) -> Packed | None:
+def settled_segment(dims: Dims, cu_seqlens: Any, segment_chunks: int | None) -> int:
+    """Chunks of a segment of a call that is `batched`, from those that its caller wants."""
+    if segment_chunks is None or cu_seqlens is not None:
+        return chosen_segment(dims, cu_seqlens)
+    return segments.even(-(-dims.T // CHUNK), segment_chunks) if segment_chunks else 0
+
+
+def tables_of(cu_seqlens: Any, T: int) -> Packed | None:
     """Places of packed tokens; None where rows are not packed."""
-    if x.cu_seqlens is None:
+    if cu_seqlens is None:
         return None
-    tables = Packed.of(chunk_tables(borders(x.cu_seqlens, known_lengths(x.cu_seqlens)), x.dims.T), x.dims.T)
+    tables = Packed.of(chunk_tables(borders(cu_seqlens, known_lengths(cu_seqlens)), T), T)
     return jax.tree.map(jnp.asarray, tables)
 
 
@@ -134,12 +142,11 @@ def forward(
       float32. Keys with |k|^2 beta > 2 leave the range where the inverse is accurate: normalise them.
     """
     shape, x = (*x.q.shape[:2], x.dims.HO), batched(x)
-    if segment_chunks is None or x.cu_seqlens is not None:
-        segment_chunks = chosen_segment(x)
-    elif segment_chunks:
-        segment_chunks = segments.even(-(-x.dims.T // CHUNK), segment_chunks)
+    segment_chunks = settled_segment(x.dims, x.cu_seqlens, segment_chunks)
     static = _Static(float(scale), state_layout == "kv", segment_chunks, config, interpret)
-    o, final, kept = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), tables_of(x))
+    o, final, kept = compiled(_run, interpret)(
+        static, x._replace(cu_seqlens=None), tables_of(x.cu_seqlens, x.dims.T)
+    )
     return o.reshape(*shape, -1), final, kept
 
 
@@ -173,34 +180,53 @@ def _gates(x: RuleArrays, rows: Rows) -> tuple[jax.Array, jax.Array]:
 
 def _run(static: _Static, x: RuleArrays, tables: Packed | None):
     """The kernels in order, with the padding around them."""
-    dims, kv_layout = x.dims, static.kv_layout
+    dims = x.dims
     rows = Rows(dims.B, dims.T, tables)
     q, k, v = (rows.tiled(_widened(y)) for y in x[:3])
     g2_cum, beta = _gates(x, rows)
     prepared = prepare(q, k, g2_cum, beta, rows.spans, scale=static.scale, interpret=static.interpret)
-    vectors, h_0 = factors(g2_cum, beta), padded_states(x.initial_state, dims, kv_layout)
-    both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
+    o, final, *cut = walked(
+        static, dims, rows, {"q": q, "k": k}, v, prepared, factors(g2_cum, beta), x.initial_state, rows.spans
+    )
+    kept = (y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
+    return o, final, Residuals._make((*kept, *cut))
+
+
+def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_state, spans, decays=HEADS):
+    """The walks of a forward: o and the final states, as the rule gives them, and starts and m of its residuals.
+
+    Args:
+      static: scale, kv_layout, segment_chunks, config and interpret of the forward.
+      keys, v, vectors, spans, decays: of `states.outputs`.
+      squares: T and P.
+    """
+    h_0, kv_layout = padded_states(initial_state, dims, static.kv_layout), static.kv_layout
+    both: dict[str, Any] = dict(decays=decays, config=static.config, interpret=static.interpret)
     first_chunk, starts, m = jnp.asarray(rows.first_chunk), None, None
     if static.segment_chunks:
         first_chunk = jnp.asarray(segments.first_chunks(rows, static.segment_chunks))
         h_0 = segments.of_layout(h_0, kv_layout)
-        starts, m = _starts(k, v, prepared.t, vectors, h_0, first_chunk, dims.B, both)
+        starts, m = segments_of(keys, v, squares[0], vectors, h_0, first_chunk, dims.B, both)
         h_0, kv_layout = starts.reshape(-1, *starts.shape[2:]), False
     both |= dict(scale=static.scale, kv_layout=kv_layout)
-    o, final = outputs(q, k, v, *prepared, vectors, h_0, first_chunk, rows.spans, **both)
+    o, final = outputs(keys, v, *squares, vectors, h_0, first_chunk, spans, **both)
     if static.segment_chunks:
         final = final.reshape(dims.B, -1, *final.shape[1:])[:, -1]
         final = final.swapaxes(-1, -2) if static.kv_layout else final
     K, V = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
-    kept = (y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
-    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], Residuals._make((*kept, starts, m))
+    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], starts, m
 
 
-def _starts(k, v, t, vectors, h_0, first_chunk, B: int, both) -> tuple[jax.Array, jax.Array]:
-    """States before each segment and maps over each, [B, S, ..], from initial states [B, HO, V, K]."""
-    (places, _, K), HO, N = k.shape, t.shape[1], first_chunk.shape[0] - 1
+def segments_of(keys, v, t, vectors, h_0, first_chunk, B: int, both) -> tuple[jax.Array, jax.Array]:
+    """States before each segment and maps over each, [B, S, ..], from initial states [B, HO, V, K].
+
+    Args:
+      keys, v, t, vectors, first_chunk: of `states.ends`, whose options are both.
+    """
+    HO, K, N = t.shape[1], keys[both["decays"].written].shape[-1], first_chunk.shape[0] - 1
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (N, HO, K, K))
-    e = ends(k, v, t, vectors, None, first_chunk, **both)
-    m = ends(k, jnp.zeros_like(v, shape=(places, 1, K)), t, vectors, identity, first_chunk, **both)
+    e = ends(keys, v, t, vectors, None, first_chunk, **both)
+    nothing = jnp.zeros_like(v, shape=(v.shape[0], 1, K))
+    m = ends(keys, nothing, t, vectors, identity, first_chunk, **both)
     e, m = (y.reshape(B, -1, *y.shape[1:]) for y in (e, m))
     return segments.joined(h_0, e, m), m

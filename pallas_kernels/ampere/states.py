@@ -16,6 +16,8 @@ Threads, barriers, hardware, limits: `ampere.walk`. Shared memory: `walk.memory`
 Source: Yang et al. 2024 (Gated DeltaNet), eq. 8 to 10, transposed.
 """
 
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,15 +25,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.ampere.decays import HEADS, ChannelDecay, HeadDecay
 from pallas_kernels.ampere.spans import Spans, inputs
 from pallas_kernels.ampere.walk import ROWS, Config, Cta, start
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import store_state
 
-KEYS = ("k",)
-"""Tiles that are read to the end of a step."""
-
-OUTPUT_TILES, STATE_TILES = ("q", "v", "t", "p", "factors"), ("v", "t", "factors")
+Decays = HeadDecay | ChannelDecay
 
 
 def factors(
@@ -41,42 +41,42 @@ def factors(
     return jnp.concatenate([jnp.exp2(g2_cum), jnp.exp2(g2_cum[..., -1:] - g2_cum) * beta], axis=-1)
 
 
-def _step(cta: Cta, i, h: jax.Array) -> jax.Array:
+def _step(decays: Decays, cta: Cta, i, h: jax.Array) -> jax.Array:
     """One chunk: the state after it."""
-    dev, gmem, k_tile = cta.dev, cta.gmem, cta.slot("k", i)
-    early = STATE_TILES if gmem.o is None else OUTPUT_TILES
+    dev, gmem, erased = cta.dev, cta.gmem, cta.slot(decays.erased, i)
+    early = decays.early_states if gmem.o is None else decays.early_outputs
     nothing = zeros((ROWS, CHUNK), jnp.float32)
     rounded = h.astype(cta.dtype)
-    left, d = dev.left(rounded), cta.factor(0, i)
-    hk = dev.add_transposed(nothing, left, k_tile)
-    hq = nothing if gmem.o is None else dev.add_transposed(nothing, left, cta.slot("q", i))
+    left, d = dev.left(rounded), decays.before(cta, i)
+    hk = dev.add_transposed(nothing, left, erased)
+    hq = nothing if gmem.o is None else dev.add_transposed(nothing, left, cta.slot(decays.read, i))
     if gmem.h is not None:
         dev.store(gmem.h.at[cta.states_of(i)], rounded)
     v_t = plgpu.load(cta.own_columns("v", i), layout=WGMMA).astype(jnp.float32)
-    r = (v_t - d * hk).astype(cta.dtype)
+    r = decays.errors(v_t, d, hk).astype(cta.dtype)
     w = dev.add_transposed(nothing, dev.left(r), cta.slot("t", i))
     if gmem.h is not None:
         dev.store_transposed(gmem.w.at[cta.tokens_of(i)], w.astype(cta.dtype))
     if gmem.o is not None:
-        o = dev.add_transposed(hq * (d * cta.sizes.scale), dev.left(w.astype(cta.dtype)), cta.slot("p", i))
+        o = dev.add_transposed(decays.outputs(cta, d, hq), dev.left(w.astype(cta.dtype)), cta.slot("p", i))
         dev.store_transposed(gmem.o.at[cta.tokens_of(i)], o.astype(cta.dtype))
-    written, decay = dev.left((w * cta.factor(1, i)).astype(cta.dtype)), cta.number(CHUNK - 1, i)
+    written, decay = dev.left((w * decays.strengths(cta, i)).astype(cta.dtype)), decays.decay(cta, i)
     cta.leave_early_tiles(i, early)
-    return dev.add(h * decay, written, k_tile, step=16)
+    return dev.add(h * decay, written, cta.slot(decays.written, i), step=16)
 
 
-def _outputs(cta: Cta) -> None:
-    h = cta.walk(_step, cta.read(cta.gmem.h_0), OUTPUT_TILES, KEYS)
-    store_state(cta.gmem.final.at[cta.sequence, cta.head], cta.rows, h, cta.sizes.kv_layout)
+def _walk(cta: Cta, decays: Decays) -> None:
+    """The body of the three kernels, by the outputs that there are."""
+    early = decays.early_states if cta.gmem.o is None else decays.early_outputs
+    step = functools.partial(_step, decays)
+    h = cta.walk(step, cta.read(cta.gmem.h_0), early, decays.late)
+    if cta.gmem.final is not None:
+        store_state(cta.gmem.final.at[cta.sequence, cta.head], cta.rows, h, cta.sizes.kv_layout)
 
 
-def _ends(cta: Cta) -> None:
-    h = cta.walk(_step, cta.read(cta.gmem.h_0), STATE_TILES, KEYS)
-    store_state(cta.gmem.final.at[cta.sequence, cta.head], cta.rows, h, cta.sizes.kv_layout)
-
-
-def _states(cta: Cta) -> None:
-    cta.walk(_step, cta.read(cta.gmem.h_0), STATE_TILES, KEYS)
+def _tiles(keys: Mapping[str, jax.Array], early, late) -> dict[str, jax.Array]:
+    """The arrays of keys that a walk reads, by name."""
+    return {name: keys[name] for name in (*early, *late) if name in keys}
 
 
 class States(NamedTuple):
@@ -94,16 +94,16 @@ class Outputs(NamedTuple):
 
 
 def outputs(
-    q: Float[Array, "rows Hq K"],
-    k: Float[Array, "rows Hk K"],
+    keys: Mapping[str, jax.Array],
     v: Float[Array, "rows HV V"],
     t: Float[Array, "chunks HO C C"],
     p: Float[Array, "chunks HO C C"],
-    factors: Float[Array, "chunks HO C2"],
+    factors: Float[Array, "chunks HO _"],
     h_0: Float[Array, "N HO _ _"] | None,
     first_chunk: Int[Array, " N1"],
     spans: Spans | None = None,
     *,
+    decays: Decays = HEADS,
     scale: float,
     kv_layout: bool,
     config: Config | None = None,
@@ -112,30 +112,34 @@ def outputs(
     """o and the final states; see the module docstring.
 
     Args:
-      q, k, v: bfloat16 or float16, of `Rows.tiled`.
-      t, p: of `prepare`.
+      keys: by name, those that decays reads: q and k as v, or kg, qg and kr of `channel_prepare`.
+      v: bfloat16 or float16, of `Rows.tiled`.
+      t, p: of `prepare` or `channel_prepare`.
+      factors: of `factors` or `decays.channel_factors`.
       h_0: initial states, float32, None for zeros.
       first_chunk, spans: of `Rows`.
-      scale: factor of the output.
+      decays: how a chunk decays.
+      scale: factor of the output; where each channel decays qg and p hold it.
       kv_layout: whether states are [K, V]; else [V, K].
       config: None for a choice from the shapes.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    V, (chunks, HO), K, N = v.shape[2], t.shape[:2], k.shape[2], first_chunk.shape[0] - 1
+    V, (chunks, HO), K, N = v.shape[2], t.shape[:2], keys[decays.written].shape[-1], first_chunk.shape[0] - 1
     places = chunks * CHUNK
     results = start(
         "mma_outputs",
-        _outputs,
-        {"q": q, "k": k, "v": v, "t": t, "p": p, "factors": factors, "first_chunk": first_chunk},
+        functools.partial(_walk, decays=decays),
+        _tiles(keys, decays.early_outputs, decays.late)
+        | {"v": v, "t": t, "p": p, "factors": factors, "first_chunk": first_chunk},
         {"h_0": h_0, **inputs(spans)},
         {
-            "o": jax.ShapeDtypeStruct((places, HO * V), k.dtype),
+            "o": jax.ShapeDtypeStruct((places, HO * V), t.dtype),
             "final": jax.ShapeDtypeStruct((N, HO, *((K, V) if kv_layout else (V, K))), jnp.float32),
             "h": None,
             "w": None,
         },
-        early=OUTPUT_TILES,
-        late=KEYS,
+        early=decays.early_outputs,
+        late=decays.late,
         is_backwards=False,
         scale=scale,
         kv_layout=kv_layout,
@@ -146,13 +150,14 @@ def outputs(
 
 
 def ends(
-    k: Float[Array, "places Hk K"],
+    keys: Mapping[str, jax.Array],
     v: Float[Array, "places HV V"],
     t: Float[Array, "chunks HO C C"],
-    factors: Float[Array, "chunks HO C2"],
+    factors: Float[Array, "chunks HO _"],
     h_0: Float[Array, "N HO V K"] | None,
     first_chunk: Int[Array, " N1"],
     *,
+    decays: Decays = HEADS,
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "N HO V K"]:
@@ -160,16 +165,17 @@ def ends(
 
     Args: those of `outputs`.
     """
-    V, HO, K, N = v.shape[2], t.shape[1], k.shape[2], first_chunk.shape[0] - 1
+    V, HO, K, N = v.shape[2], t.shape[1], keys[decays.written].shape[-1], first_chunk.shape[0] - 1
     final = jax.ShapeDtypeStruct((N, HO, V, K), jnp.float32)
     return start(
         "mma_ends",
-        _ends,
-        {"k": k, "v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
+        functools.partial(_walk, decays=decays),
+        _tiles(keys, decays.early_states, decays.late)
+        | {"v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
         {"h_0": h_0},
         {"o": None, "final": final, "h": None, "w": None},
-        early=STATE_TILES,
-        late=KEYS,
+        early=decays.early_states,
+        late=decays.late,
         is_backwards=False,
         scale=1.0,
         kv_layout=False,
@@ -179,13 +185,14 @@ def ends(
 
 
 def states(
-    k: Float[Array, "places Hk K"],
+    keys: Mapping[str, jax.Array],
     v: Float[Array, "places HV V"],
     t: Float[Array, "chunks HO C C"],
-    factors: Float[Array, "chunks HO C2"],
+    factors: Float[Array, "chunks HO _"],
     h_0: Float[Array, "N HO _ _"] | None,
     first_chunk: Int[Array, " N1"],
     *,
+    decays: Decays = HEADS,
     kv_layout: bool,
     config: Config | None = None,
     interpret: Any = None,
@@ -194,20 +201,21 @@ def states(
 
     Args: those of `outputs`.
     """
-    (places, _, V), (chunks, HO), K = v.shape, t.shape[:2], k.shape[2]
+    (places, _, V), (chunks, HO), K = v.shape, t.shape[:2], keys[decays.written].shape[-1]
     results = start(
         "mma_states",
-        _states,
-        {"k": k, "v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
+        functools.partial(_walk, decays=decays),
+        _tiles(keys, decays.early_states, decays.late)
+        | {"v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
         {"h_0": h_0},
         {
             "o": None,
             "final": None,
-            "h": jax.ShapeDtypeStruct((chunks * HO * V, K), k.dtype),
-            "w": jax.ShapeDtypeStruct((places, HO * V), k.dtype),
+            "h": jax.ShapeDtypeStruct((chunks * HO * V, K), t.dtype),
+            "w": jax.ShapeDtypeStruct((places, HO * V), t.dtype),
         },
-        early=STATE_TILES,
-        late=KEYS,
+        early=decays.early_states,
+        late=decays.late,
         is_backwards=False,
         scale=1.0,
         kv_layout=kv_layout,

@@ -36,6 +36,12 @@ from pallas_kernels.device.mma import SWIZZLE, MmaDevice
 ROWS = 64
 """Rows of the transposed state that a warpgroup holds."""
 
+TOKENS = ("q", "k", "v", "do")
+"""Names of arrays of tokens, whose heads lie side by side. Of the others each chunk and head has rows of its own."""
+
+KEYS = ("q", "k", "kg", "qg", "kr")
+"""Names of arrays with the channels of keys."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -87,7 +93,7 @@ class Cta:
         self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, is_backwards: bool, interpreted: bool
     ):
         self.gmem, self.smem, self.config, self.sizes = gmem, smem, config, sizes
-        self.is_backwards, self.dev, self.dtype = is_backwards, MmaDevice(interpreted), gmem.k.dtype
+        self.is_backwards, self.dev, self.dtype = is_backwards, MmaDevice(interpreted), gmem.t.dtype
         self.wg = warpgroup_index()
         self.tile = lax.rem(grid_index(), sizes.tiles)
         self.head = lax.rem(lax.div(grid_index(), sizes.tiles), sizes.HO)
@@ -210,7 +216,7 @@ def memory(
 ) -> Memory:
     """Shared memory of a CTA, whose tiles are those named. vectors: those that come side by side as "factors"."""
     n, slots = config.warpgroups, dict.fromkeys(late, 2) | dict.fromkeys(early, config.early_slots)
-    columns = dict(q=K, k=K, v=ROWS * n, do=ROWS * n, t=CHUNK, p=CHUNK)
+    columns = dict.fromkeys(KEYS, K) | dict(v=ROWS * n, do=ROWS * n, t=CHUNK, p=CHUNK)
     parts: dict[str, Any] = {
         name: Buffer((count, CHUNK, columns[name]), dtype, swizzle=SWIZZLE)
         for name, count in slots.items()
@@ -241,18 +247,18 @@ def start(
 
     Args:
       most_slots: slots of early tiles, at most, where config is None.
-      arrays: by name: the tiles' sources, tokens as [places, heads, width] and squares as [chunks, HO, C, C], factors
-        [chunks, HO, vectors C] and first_chunk.
+      arrays: by name: the tiles' sources, tokens as [places, heads, width], what belongs to a chunk and head as
+        [chunks, HO, C, width], factors [chunks, HO, vectors C] and first_chunk.
       states: other inputs, by name.
     """
-    (chunks, HO), K = arrays["t"].shape[:2], arrays["k"].shape[2]
+    (chunks, HO), K = arrays["t"].shape[:2], next(arrays[name].shape[-1] for name in KEYS if name in arrays)
     V = next(arrays[name].shape[2] for name in ("v", "do") if name in arrays)
     sequences = arrays["first_chunk"].shape[0] - 1
     vectors, interpreted = arrays["factors"].shape[2] // CHUNK, interpret is not None
     make_memory = functools.partial(
         memory,
         K=K,
-        dtype=arrays["k"].dtype,
+        dtype=arrays["t"].dtype,
         early=early,
         late=late,
         vectors=vectors,
@@ -265,7 +271,7 @@ def start(
         raise ValueError(
             f"config.warpgroups: expected a divisor of {V // ROWS} row tiles, got {config.warpgroups}"
         )
-    heads = {key: arrays[key].shape[1] for key in ("q", "k", "v", "do") if key in arrays}
+    heads = {key: arrays[key].shape[1] for key in TOKENS if key in arrays}
     sizes = Sizes(heads, HO, K, V, V // (ROWS * config.warpgroups), chunks, scale, kv_layout)
     flat = {key: x if key == "first_chunk" else _flat(key, x) for key, x in arrays.items()}
     static = dict(config=config, sizes=sizes, is_backwards=is_backwards, interpreted=interpreted)
@@ -289,5 +295,5 @@ def _body(body: Callable[[Cta], None], gmem: Any, smem: Any, **static) -> None:
 
 def _flat(name: str, x: jax.Array) -> jax.Array:
     """An array as the kernel has it: tokens in rows, or one square below another."""
-    columns = x.shape[-1] if name in ("t", "p", "factors") else x.shape[1] * x.shape[2]
+    columns = x.shape[1] * x.shape[2] if name in TOKENS else x.shape[-1]
     return x.reshape(-1, columns)

@@ -45,18 +45,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.backward.channel_gradients_levels import (
-    Sums,
-    Tokens,
-    add_gates,
-    gates_of_blocks,
-    products_between,
-    products_within,
-    write_gate_blocks,
-)
+from pallas_kernels.backward.channel_gradients_levels import write_gate_blocks
+from pallas_kernels.backward.channel_gradients_step import LANES, gradients_of_step, levels_of_step
 from pallas_kernels.backward.channel_gradients_work import (
     WIDTH,
-    At,
     Config,
     Sizes,
     Warpgroup,
@@ -68,17 +60,13 @@ from pallas_kernels.backward.channel_gradients_work import (
     load_tokens,
     memory,
 )
-from pallas_kernels.chunks.pair_levels import Decays, Masks
-from pallas_kernels.device import rows as block_rows
+from pallas_kernels.chunks.pair_levels import Masks
 from pallas_kernels.device.launch import launch, warpgroup_index
-from pallas_kernels.device.layouts import CHUNK, COL, LOG2_E, RESET_G2, WGMMA, along_rows, zeros
+from pallas_kernels.device.layouts import CHUNK, COL, WGMMA, zeros
 from pallas_kernels.device.memory import transposed
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.tables import VisitTables, table_inputs
 from pallas_kernels.work.workers import Place, VisitSizes
-
-LANES = 8
-"""Columns of a sum over channels that is still spread over the threads of a row."""
 
 
 def _write_scores(own: Warpgroup, place: Place) -> jax.Array:
@@ -124,81 +112,18 @@ def _over_states(own: Warpgroup, wg) -> list[jax.Array]:
     return [*results, inner]
 
 
-def _tokens(own: Warpgroup, at: At) -> Tokens:
-    """The tokens of a step. They are loaded anew for every use, for they would take registers in between."""
-    q, k = (own.load(name, at).astype(jnp.float32) for name in ("q", "k"))
-    return Tokens(q, k, own.load("e", at).astype(jnp.float32) if own.erases else k)
-
-
-def _gates(own: Warpgroup, at: At) -> jax.Array:
-    """log2 of the decays of a step."""
-    return jnp.maximum(own.load("g", at) * LOG2_E, RESET_G2)
-
-
-def _levels(own: Warpgroup, at: At, masks: Masks) -> tuple[Sums, jax.Array, jax.Array]:
-    """The levels of a step, and its decays from the chunk's start to every token and from it to the end.
-
-    LLVM would put off sums and products until they are used, and what they are made of would take registers: the
-    barriers are against that.
-    """
-    smem, dev, scores, gates = own.smem, own.dev, own.scores(at.wg), own.smem.gates.at[at.wg]
-    sums, decays = Sums(*[zeros((CHUNK, WIDTH), jnp.float32)] * 4), None
-    alpha, totals = jnp.exp2(_gates(own, at)), smem.totals.at[at.wg]
-    for n in range(4):
-        later = masks.bits[n]
-        factor, decays = Decays.merged(dev, decays, alpha, later, n)
-        operands = _tokens(own, at).operands(factor, later)
-        products = products_within(dev, masks, n, scores, operands)
-        sums, w = sums.with_level(factor, later, operands, products)
-        dg = add_gates(dev, sums.dg, w, gates.at[n])
-        sums, decays = lax.optimization_barrier((sums._replace(dg=dg), decays))
-    assert decays is not None
-    first, rest = (smem.decays.at[at.wg, n] for n in range(2))
-    block_rows.store_first_rows(dev, first, decays.first)
-    block_rows.store_first_rows(dev, rest, decays.rest)
-    plgpu.commit_smem()
-    between = block_rows.block_decays(dev, first, rest, WIDTH)
-    inside = [jnp.where(masks.bits[4 + n], decays.from_first, decays.to_end) for n in range(2)]
-    factors = inside[0] * between.near, inside[1] * between.far
-    ends = decays.from_first * decays.first * between.before, decays.to_end * between.after
-    factors, ends = lax.optimization_barrier((factors, ends))
-    for n, factor in enumerate(factors):
-        later = masks.bits[4 + n]
-        operands = _tokens(own, at).operands(factor, later)
-        products = products_between(dev, smem.operands.at[at.wg], n == 1, scores, operands)
-        sums, w = sums.with_level(factor, later, operands, products)
-        dg = add_gates(dev, sums.dg, w, gates.at[4 + n], totals.at[n])
-        sums = lax.optimization_barrier(sums._replace(dg=dg))
-    return sums, *ends
-
-
 def _step(own: Warpgroup, place: Place, masks: Masks, diagonal, last_of_item, step, written):
     """16 channels: their gradients leave, and their parts of k . late and k . dk are added to `written`."""
-    dev, dtype, at, (count, steps) = own.dev, own.dtype, own.at(step, place), (own.num_items, own.sizes.steps)
+    at, count, steps = own.at(step, place), own.num_items, own.sizes.steps
     plgpu.barrier_wait(own.smem.loaded.at[at.wg * own.stages + at.stage])
-    sums, from_start, to_end = _levels(own, at, masks)
+    sums, *ends = levels_of_step(own, at, masks)
     if own.stages == 2:
         load_next_inputs(own, step)
     gl = plgpu.load(own.smem.gl.at[at.wg, pl.ds(lax.rem(step, steps) * WIDTH, WIDTH)], layout=COL)
-    read_q, read_e, late, inner = _over_states(own, at.wg)  # after it nobody reads gl, or states
+    products = _over_states(own, at.wg)  # after it nobody reads gl, or states
     load_next(own, step, load_states)
     pl.when(last_of_item)(lambda: load_next(own, lax.div(step, steps), load_tokens, count))
-    read_q, read_e = own.sizes.scale * from_start * read_q, -from_start * read_e
-    late, (q, k, e), diagonal = to_end * late, _tokens(own, at), along_rows(diagonal, WIDTH)
-    terms = q * read_q + e * read_e, k * late, inner
-    dq, dk, de = sums.dq + read_q + diagonal * k, sums.dk + late + diagonal * q, sums.de + read_e
-    written = [
-        x + y[:, 0:LANES] + y[:, LANES:WIDTH] for x, y in zip(written, (terms[1], k * dk), strict=True)
-    ]
-    results = [x.astype(dtype) for x in (dq, dk if own.erases else dk + de, de)]
-    (dq, dk, de), terms, written = lax.optimization_barrier((results, terms, written))
-    dg, totals, gates = sums.dg, own.smem.totals.at[at.wg], own.smem.gates.at[at.wg]
-    for n, x in enumerate(terms, 2):
-        # What is written to the state is most of dg where its cotangent is large: it is not rounded to 8 bits.
-        dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n], parts=2 if n == 3 else 1)
-    plgpu.commit_smem()
-    dg = jnp.where(_gates(own, at) > RESET_G2, dg + gates_of_blocks(totals, gl), 0.0)
-    results = dict(q=dq, k=dk, e=de, g=dg)
+    results, written = gradients_of_step(own, at, sums, ends, products, gl, diagonal, written)
     for name, target in own.gradients():
         own.store(name, at, results[name], target)
     if own.stages == 1:
@@ -225,7 +150,7 @@ def _item(own: Warpgroup, n, _):
 
 def _body(gmem: Any, smem: Any, **static) -> None:
     own = Warpgroup(gmem, smem, **static)
-    write_gate_blocks(Masks(own.dev, WIDTH), smem.gates.at[own.wg])
+    write_gate_blocks(own.dev, Masks(own.dev, WIDTH), smem.gates.at[own.wg])
 
     @pl.when(own.num_items > 0)
     def _():

@@ -124,7 +124,7 @@ def products_between(dev: Device, tiles: Any, far: bool, scores, operands) -> li
     """
     for n, y in enumerate(operands):
         tiles.at[n][...] = y.astype(tiles.dtype)
-    plgpu.commit_smem()
+    dev.commit()
     block, first = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, HALF), 0) < HALF
     nothing = jnp.zeros((), tiles.dtype)
 
@@ -154,7 +154,7 @@ def _ones(marks: jax.Array) -> jax.Array:
     return jnp.where(marks, 1.0, 0.0)
 
 
-def write_gate_blocks(masks: Masks, tiles: Any) -> None:
+def write_gate_blocks(dev: Device, masks: Masks, tiles: Any) -> None:
     """Writes which tokens of a block of 16 count for dg of which others, as blocks of ones and zeros [8, 64, 16]: at
     the levels of 1 to 8, of 16, of 32, and of what is read of the state, and what is written to it.
 
@@ -171,7 +171,7 @@ def write_gate_blocks(masks: Masks, tiles: Any) -> None:
     near, far = jnp.where((block & 1) == 1, after, before), jnp.where(block >= 2, after, before)
     for n, x in enumerate((near, far, after, before), 4):
         tiles.at[n][...] = x.astype(tiles.dtype)
-    plgpu.commit_smem()
+    dev.commit()
 
 
 def add_gates(

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backward.channel_gradients_levels import TOTALS, Score
+from pallas_kernels.backward.channel_gradients_step import WIDTH
 from pallas_kernels.chunks.merging import BLOCK, HALF
 from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.launch import num_sms, warpgroup_index
@@ -30,9 +31,6 @@ from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.work.foreign import store_owned
 from pallas_kernels.work.workers import Place, Worker, owned
-
-WIDTH = BLOCK
-"""Channels of a step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.chunks.merging import BLOCK, HALF
 from pallas_kernels.device import rows as block_rows
-from pallas_kernels.device.layouts import CHUNK, iota, zeros
+from pallas_kernels.device.layouts import CHUNK, along_rows, iota, zeros
 from pallas_kernels.device.operations import Device
 
 SLICE = 32
@@ -76,13 +77,77 @@ class Sums(NamedTuple):
 
     diagonal: jax.Array
     """Products in the diagonal blocks [64, 16]; only what lies below the diagonal counts."""
-    near: tuple[jax.Array, jax.Array]
-    """Products with the tokens of block 0, and of block 2, [64, 16]; the rows of the block behind count."""
+    near: tuple[jax.Array, ...]
+    """Products with the tokens of block 0, and of block 2, [64, 16]; the rows of the block behind count. Or one array
+    of the products of each block with the one before it."""
     far: jax.Array
     """Products with the tokens of the first half [64, 32]; the rows of the second one count."""
 
     @classmethod
-    def of_nothing(cls) -> "Sums":
-        """The sums before the first slice."""
+    def of_nothing(cls, near: int = 2) -> "Sums":
+        """The sums before the first slice. near: arrays of that name."""
         block = zeros((CHUNK, BLOCK), jnp.float32)
-        return cls(block, (block, block), zeros((CHUNK, HALF), jnp.float32))
+        return cls(block, (block,) * near, zeros((CHUNK, HALF), jnp.float32))
+
+    def _left(self, masks: Masks) -> jax.Array:
+        """The products of blocks 1 and 3 with the block before [64, 16]; other rows hold anything."""
+        return self.near[0] if len(self.near) == 1 else jnp.where(masks.last, self.near[1], self.near[0])
+
+    def strictly_lower(self, masks: Masks) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The products below the diagonal, as `chunks.merging.invert` takes a matrix in parts."""
+        return jnp.where(masks.below, self.diagonal, 0.0), self._left(masks), self.far
+
+    def lower(self, masks: Masks, same: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The products on and below the diagonal, in halves [64, 32].
+
+        Args:
+          same: those on the diagonal, in layout ROW.
+        """
+        diagonal = jnp.where(masks.below, self.diagonal, 0.0)
+        diagonal = jnp.where(masks.level == 0, along_rows(same, BLOCK), diagonal)
+        left = self._left(masks)
+        pairs = lax.concatenate(
+            [jnp.where(masks.odd, left, diagonal), jnp.where(masks.odd, diagonal, 0.0)], 1
+        )
+        lower = iota((CHUNK, HALF), 0) >= HALF
+        return jnp.where(lower, self.far, pairs), jnp.where(lower, pairs, 0.0)
+
+
+class Halves(NamedTuple):
+    """Erase keys, queries and keys of a slice, float16."""
+
+    e: jax.Array
+    """The array of the keys where these erase."""
+    q: jax.Array
+    k: jax.Array
+
+    def scaled(self, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Operands of the rows of erase keys, of those of queries, and of the columns."""
+        factor = factor.astype(jnp.float16)
+        rows_q, columns = self.q * factor, self.k * factor
+        return columns if self.e is self.k else self.e * factor, rows_q, columns
+
+
+def products_within(
+    dev: Device, masks: Masks, halves: Halves, alpha: jax.Array, erased: Sums, read: Sums
+) -> tuple[Sums, Sums, Decays]:
+    """The sums with a slice's products of tokens of one block of 16, and the decays inside of these blocks.
+
+    Args:
+      alpha: decays of the tokens.
+    """
+
+    def blocks(total, rows, columns, n):
+        added = total
+        for part in (slice(0, BLOCK), slice(BLOCK, SLICE)):
+            added = dev.blocks_multiply_add(added, rows[:, part], columns[:, part])
+        return jnp.where((masks.level >> n) == 1, added, total)
+
+    decays = None
+    for n in range(4):
+        factor, decays = Decays.merged(dev, decays, alpha, masks.bits[n], n)
+        rows_e, rows_q, columns = halves.scaled(factor)
+        erased = erased._replace(diagonal=blocks(erased.diagonal, rows_e, columns, n))
+        read = read._replace(diagonal=blocks(read.diagonal, rows_q, columns, n))
+    assert decays is not None
+    return erased, read, decays

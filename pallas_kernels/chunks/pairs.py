@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.chunks.merging import BLOCK, HALF, invert
-from pallas_kernels.chunks.pair_levels import SLICE, Decays, Masks, Sums
+from pallas_kernels.chunks.pair_levels import SLICE, Halves, Masks, Sums, products_within
 from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.launch import launch, num_sms
 from pallas_kernels.device.layouts import (
@@ -56,7 +56,6 @@ from pallas_kernels.device.layouts import (
     WGMMA,
     along_columns,
     along_rows,
-    iota,
     zeros,
 )
 from pallas_kernels.device.memory import (
@@ -186,32 +185,14 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     same = same + jnp.sum(q * k, axis=1)
     block_rows.store_row_sums(dev, smem.blocks.at[wg, 2], g2)
 
-    def scaled(factor):
-        """Operands of the rows of erase keys, of those of queries, and of the columns."""
-        factor = factor.astype(jnp.float16)
-        rows_q, columns = q_half * factor, k_half * factor
-        return e_half * factor if erases else columns, rows_q, columns
-
-    def blocks(total, rows, columns, n):
-        added = total
-        for part in (slice(0, BLOCK), slice(BLOCK, SLICE)):
-            added = dev.blocks_multiply_add(added, rows[:, part], columns[:, part])
-        return jnp.where((masks.level >> n) == 1, added, total)
-
-    alpha, decays = jnp.exp2(g2), None
-    for n in range(4):
-        factor, decays = Decays.merged(dev, decays, alpha, masks.bits[n], n)
-        rows_e, rows_q, columns = scaled(factor)
-        erased = erased._replace(diagonal=blocks(erased.diagonal, rows_e, columns, n))
-        read = read._replace(diagonal=blocks(read.diagonal, rows_q, columns, n))
-
-    assert decays is not None
+    halves = Halves(e_half, q_half, k_half)
+    erased, read, decays = products_within(dev, masks, halves, jnp.exp2(g2), erased, read)
     block_rows.store_first_rows(dev, smem.blocks.at[wg, 0], decays.first)
     block_rows.store_first_rows(dev, smem.blocks.at[wg, 1], decays.rest)
     plgpu.commit_smem()
     between = block_rows.block_decays(dev, smem.blocks.at[wg, 0], smem.blocks.at[wg, 1], SLICE)
-    near = scaled(jnp.where(masks.bits[4], decays.from_first, decays.to_end) * between.near)
-    far = scaled(jnp.where(masks.bits[5], decays.from_first, decays.to_end) * between.far)
+    near = halves.scaled(jnp.where(masks.bits[4], decays.from_first, decays.to_end) * between.near)
+    far = halves.scaled(jnp.where(masks.bits[5], decays.from_first, decays.to_end) * between.far)
     erased, read = _between_blocks(own, erased, read, near, far)
 
     from_start, to_end = decays.from_first * decays.first * between.before, decays.to_end * between.after
@@ -249,16 +230,12 @@ def _matrices(own: _Warpgroup, masks: Masks, erased: Sums, read: Sums, same) -> 
     smem, wg, sizes = own.smem, own.wg, own.sizes
     beta = plgpu.load(smem.beta.at[wg], layout=COL)
     strengths = along_columns(beta, CHUNK)
-    left = jnp.where(masks.last, erased.near[1], erased.near[0])
-    parts = -jnp.where(masks.below, erased.diagonal, 0.0), -left, -erased.far
-    t = invert(own.dev, parts, None, beta, smem.near.at[wg], smem.far.at[wg], smem.x_t.at[wg])
+    parts = erased.strictly_lower(masks)
+    t = invert(
+        own.dev, tuple(-x for x in parts), None, beta, smem.near.at[wg], smem.far.at[wg], smem.x_t.at[wg]
+    )
 
-    diagonal = jnp.where(masks.below, read.diagonal, 0.0)
-    diagonal = jnp.where(masks.level == 0, along_rows(same, BLOCK), diagonal)
-    left = jnp.where(masks.last, read.near[1], read.near[0])
-    pairs = lax.concatenate([jnp.where(masks.odd, left, diagonal), jnp.where(masks.odd, diagonal, 0.0)], 1)
-    lower = iota((CHUNK, HALF), 0) >= HALF
-    p = jnp.where(lower, read.far, pairs), jnp.where(lower, pairs, 0.0)
+    p = read.lower(masks, same)
     p = p[0] * strengths[:, 0:HALF], p[1] * strengths[:, HALF:CHUNK]
     for n, x in enumerate((*t, sizes.scale * p[0], sizes.scale * p[1])):
         smem.out.at[wg, n][...] = x.astype(smem.out.dtype)

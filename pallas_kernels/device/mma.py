@@ -12,6 +12,7 @@ cp.async checks no bounds and copies no part of a tile. So arrays hold whole til
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,16 +63,22 @@ class MmaDevice(Device):
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
 
-    def copy(self, source: Any, row: Any, column: Any, destination: Any) -> None:
+    def copy(self, source: Any, row: Any, column: Any, destination: Any, *, swizzle: int = SWIZZLE) -> None:
         """Starts a copy to a tile, from the place in source [rows, columns] at which its first number lies; to a
-        vector, from a row of source. All threads of the warpgroup take part."""
+        vector, from a row of source. All threads of the warpgroup take part.
+
+        Args:
+          swizzle: bytes over which the tile is swizzled.
+        """
         if self.interpreted:
             *rows, columns = destination.shape
             part = pl.ds(row, rows[0]) if rows else row
             destination[...] = source[part, pl.ds(column, columns)]
             return
         shape = tuple(destination.shape)
-        _copy(shape)(source, destination, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32))
+        _copy(shape, swizzle)(
+            source, destination, jnp.asarray(row, jnp.int32), jnp.asarray(column, jnp.int32)
+        )
 
     def arrived(self) -> None:
         """Waits for all copies that this warpgroup has started."""
@@ -109,6 +116,16 @@ class MmaDevice(Device):
     def operand(self, a_ref: Any) -> jax.Array:
         """A tile, or a transposed view of one, as a left operand."""
         return a_ref[...] if self.interpreted else plgpu.load(a_ref, layout=_left_layout(a_ref.dtype))
+
+    def accumulate(self, starts: list[jax.Array], body: Callable) -> list[jax.Array]:
+        """starts with the products that body(add) adds by add(n, a, b): a @ b to number n, a in the WGMMA layout."""
+        sums = list(starts)
+
+        def add(n, a, b_ref):
+            sums[n] = self.add(sums[n], self.left(a), b_ref)
+
+        body(add)
+        return sums
 
     def product(self, a: jax.Array, b_ref: Any) -> jax.Array:
         """a @ b in float32, a in the WGMMA layout."""
@@ -177,11 +194,11 @@ def _left(shape: tuple[int, int], dtype: str):
 
 
 @functools.cache
-def _copy(shape: tuple[int, ...]):
+def _copy(shape: tuple[int, ...], swizzle: int):
     """The operation for tiles, or vectors, of a shape."""
     is_tile = len(shape) == 2
     number = plgpu.Layout.WG_SPLAT(())
-    types = plgpu.RefType(), plgpu.RefType(tiling(SWIZZLE) if is_tile else ()), number, number
+    types = plgpu.RefType(), plgpu.RefType(tiling(swizzle) if is_tile else ()), number, number
 
     @plgpu.inline_mgpu(arg_types=types)
     def copy(ctx, source, destination, row, column):
@@ -191,8 +208,8 @@ def _copy(shape: tuple[int, ...]):
         options: dict[str, Any] = {}
         if is_tile:
             row = utils.DynamicSlice(row, shape[0])
-            transform = launch_context.TileTransform((8, SWIZZLE // 2))
-            options = dict(swizzle=SWIZZLE, gmem_transform=transform)
+            transform = launch_context.TileTransform((8, swizzle // 2))
+            options = dict(swizzle=swizzle, gmem_transform=transform)
         ctx.async_copy(
             src_ref=source,
             dst_ref=destination,

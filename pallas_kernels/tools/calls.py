@@ -10,23 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from gdn_jax.shapes import Choice, Dims, RuleArrays
+from gdn_jax.shapes import Choice, RuleArrays
 from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
-from pallas_kernels.backward import channel_rule as channel_backward
 from pallas_kernels.backward import rule as backward
-from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.decode.channel_ring import channel_deferred, channel_drafts
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
 from pallas_kernels.decode.drafts import drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.forward import channel_rule
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
 from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
@@ -49,11 +45,10 @@ from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.layer.weight_gradient import weight_gradient
 from pallas_kernels.tools.batch_calls import BATCH_CALLS
 from pallas_kernels.tools.call import Call, call, shapes
+from pallas_kernels.tools.channel_calls import channels_call, mma_channels_call
 from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, ring_call, step_call
 from pallas_kernels.tools.token_calls import TOKEN_CALLS
-from pallas_kernels.work.residuals import Segments, Transition
 from pallas_kernels.work.slots import PoolStates, Slots
-from pallas_kernels.work.tables import packed_items, row_items
 
 
 def routed_stream_call(x, y, norm, router, bias, gate_up, down, gate, up, shared_down):
@@ -143,72 +138,12 @@ def mma_call(**options: Any) -> Call:
     return Call(run, rule_call(**options).positional, {}, mma_rule.NEEDS)
 
 
-def channels_call(
-    T=1024,
-    HV=4,
-    K=128,
-    V=128,
-    dtype="bf16",
-    N=1,
-    packed=False,
-    ids=False,
-    erase=False,
-    state=True,
-    layout="vk",
-    norm=False,
-    backwards=False,
-    **config: Any,
-) -> Call:
-    """The rule with a decay of each channel on one row.
-
-    Args:
-      N, packed: sequences of a packed row.
-      erase: whether there are erase keys.
-      backwards: whether the call is the backward, of what a forward left.
-      config: state_warpgroups and segment_chunks, see `channel_rule.Config`.
-    """
-    widths = f"{K},{V}" if layout == "kv" else f"{V},{K}"
-    token, erase_keys = f"{dtype}[1,{T},2,{K}]", f"{dtype}[1,{T},{HV},{K}]" if erase else "-"
-    value, gates = f"{dtype}[1,{T},{HV},{V}]", f"f32[1,{T},{HV},{K}] f32[1,{T},{HV}]"
-    states = f"f32[{N},{HV},{widths}]" if state else "-"
-    borders = f"{f'i32[{N + 1}]' if packed else '-'} {f'i32[1,{T}]' if ids else '-'}"
-    x = channel_rule.ChannelArrays(
-        *shapes(f"{token} {token} {erase_keys} {value} {gates} {states} {borders}")
-    )
-    known = channel_rule.Config(**(dict[str, Any](state_warpgroups=2, segment_chunks=0) | config))
-    dims = Dims(1, T, N, 2, 2, HV, HV, K, V)
-
-    def run(x: channel_rule.ChannelArrays):
-        options: dict[str, Any] = dict(scale=0.1, state_layout=layout, use_qk_l2norm=norm, config=known)
-        return channel_rule.forward(x, dims, **options)
-
-    if not backwards:
-        return Call(lambda x: run(x)[:2], (x,), {})
-    visits, length = T // 64 + (N if packed else 0), known.segment_chunks
-    tile, square = f"{dtype}[{visits},{HV},64,{K}]", f"{dtype}[{visits},{HV},64,64]"
-    pairs = Pairs(*shapes(f"{square} {square} {tile} {tile} {tile} f32[{visits},{HV},{K}]"))
-    back = channel_backward.Config(bool(length), known.state_warpgroups)
-
-    def run_back(x: channel_rule.ChannelArrays, pairs: Pairs, beta_t: jax.Array, do: jax.Array):
-        segments = None
-        if length:
-            items = packed_items(x.cu_seqlens, T, length) if packed else row_items(1, T, length)
-            starts, square = jnp.zeros((items.split.num_items, HV, V, K)), (items.split.num_items, HV, K, K)
-            m_t = Transition(jnp.zeros(square[:3]), jnp.zeros(square, do.dtype))
-            segments = Segments(starts, m_t, items)
-        residuals = channel_rule.ChannelResiduals(pairs, beta_t, segments)
-        cotangents = backward.OutputCotangents(do, x.initial_state)
-        options: dict[str, Any] = dict(scale=0.1, state_layout=layout, config=back)
-        return channel_backward.backward(x, dims, residuals, cotangents, **options)
-
-    return Call(run_back, (x, pairs, *shapes(f"f32[1,{HV},{T}] {value}")), {})
-
-
 SLOTS = dict(read_slots="i32[4]", write_slots="i32[4]")
 MAKERS: dict[str, Callable[..., Call]] = {
     "rule": rule_call,
     "mma": mma_call,
     "channels": channels_call,
+    "mma by channels": mma_channels_call,
     "decode": step_call,
     "decode of channels": joined_call,
     "decode by channels": channel_step_call,
@@ -257,6 +192,8 @@ rule, pool, bfloat16, vk; rule, pool, vk; rule, pool, half; rule, pool, bfloat16
 rule, pool, bfloat16, K 256, half; rule, pool, segments; rule, pool, bfloat16, segments
 rule, pool, bfloat16, vk, segments
 mma, pairs; mma, packed; mma, kv, float16, packed, K 64, V 64; mma, segments
+mma by channels, pairs; mma by channels, erase, packed; mma by channels, kv, K 64, V 64
+mma by channels, segments, erase
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16

@@ -58,7 +58,8 @@ class Ampere(OfModules):
         """See `KernelSet`. All shards are cut as is best for those that are expected."""
         from pallas_kernels.ampere import rule
 
-        return call._replace(segment_chunks=rule.chosen_segment(call.known(x).of_heads))
+        x = call.known(x)
+        return call._replace(segment_chunks=rule.chosen_segment(x.of_heads.dims, x.cu_seqlens))
 
     def axes(self, axes: RuleAxes, residuals: Residuals) -> Residuals:
         """See `KernelSet`. The chunks of each row lie along an axis of their own."""

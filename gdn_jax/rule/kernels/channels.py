@@ -61,14 +61,9 @@ class Channels(InSegments):
         """See `KernelSet`."""
         from pallas_kernels.backward import channel_rule
 
-        def arrays(*floats):
-            given = prepared(call, Arrays._make((*floats, *x[7:])))[0]
-            return given[: len(channel_rule.ChannelCotangents._fields)]
-
-        _, pull_back = jax.vjp(arrays, *x.floats)
         options = dict(scale=call.scale, state_layout=call.state_layout)
         d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
-        return Arrays._make((*pull_back(tuple(d)), None, None))
+        return cotangents_of(call, x, d)
 
     def axes(self, axes: RuleAxes, residuals: Residuals) -> Residuals:
         """See `KernelSet`."""
@@ -97,6 +92,20 @@ def prepared(call: Call, x: Arrays) -> tuple[Any, Dims]:
     g = jnp.zeros((), jnp.float32) if x.g is None else x.g if x.g.ndim == 4 else x.g[..., None]
     g = jnp.broadcast_to(g.astype(jnp.float32), (dims.B, dims.T, dims.HO, dims.K))
     return channel_rule.ChannelArrays(q, k, e, v, g, beta, *call.known(x)[6:]), dims
+
+
+def cotangents_of(call: Call, x: Arrays, d: Any) -> Arrays:
+    """Cotangents of a call's arrays from those of the arrays that `prepared` makes of them.
+
+    Args:
+      d: a `pallas_kernels.backward.channel_rule.ChannelCotangents`.
+    """
+
+    def arrays(*floats):
+        return prepared(call, Arrays._make((*floats, *x[7:])))[0][: len(d)]
+
+    _, pull_back = jax.vjp(arrays, *x.floats)
+    return Arrays._make((*pull_back(tuple(d)), None, None))
 
 
 def _times(strength: jax.Array | None, y: jax.Array, HO: int) -> jax.Array:

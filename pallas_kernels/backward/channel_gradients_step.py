@@ -1,0 +1,107 @@
+"""A step of the gradients where each channel decays by itself: 16 channels of a chunk and output head, in registers.
+
+What `backward.channel_gradients` and `ampere.channel_gradients` have in common: the equations of the first one, from
+products with the states at the chunk's borders. What a step belongs to knows its device and shared memory (`own`):
+scores(wg), load(name, at), and the buffers gates, totals, decays and operands by warpgroup; `at` names the step.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backward.channel_gradients_levels import (
+    Sums,
+    Tokens,
+    add_gates,
+    gates_of_blocks,
+    products_between,
+    products_within,
+)
+from pallas_kernels.chunks.merging import BLOCK
+from pallas_kernels.chunks.pair_levels import Decays, Masks
+from pallas_kernels.device import rows as block_rows
+from pallas_kernels.device.layouts import CHUNK, LOG2_E, RESET_G2, along_rows, zeros
+
+WIDTH = BLOCK
+"""Channels of a step."""
+
+LANES = 8
+"""Columns of a sum over channels that is still spread over the threads of a row."""
+
+
+def _tokens(own: Any, at: Any) -> Tokens:
+    """The tokens of a step. They are loaded anew for every use, for they would take registers in between."""
+    q, k = (own.load(name, at).astype(jnp.float32) for name in ("q", "k"))
+    return Tokens(q, k, own.load("e", at).astype(jnp.float32) if own.erases else k)
+
+
+def _gates(own: Any, at: Any) -> jax.Array:
+    """log2 of the decays of a step."""
+    return jnp.maximum(own.load("g", at) * LOG2_E, RESET_G2)
+
+
+def levels_of_step(own: Any, at: Any, masks: Masks) -> tuple[Sums, jax.Array, jax.Array]:
+    """The levels of a step, and its decays from the chunk's start to every token and from it to the end.
+
+    LLVM would put off sums and products until they are used, and what they are made of would take registers: the
+    barriers are against that.
+    """
+    smem, dev, scores, gates = own.smem, own.dev, own.scores(at.wg), own.smem.gates.at[at.wg]
+    sums, decays = Sums(*[zeros((CHUNK, WIDTH), jnp.float32)] * 4), None
+    alpha, totals = jnp.exp2(_gates(own, at)), smem.totals.at[at.wg]
+    for n in range(4):
+        later = masks.bits[n]
+        factor, decays = Decays.merged(dev, decays, alpha, later, n)
+        operands = _tokens(own, at).operands(factor, later)
+        products = products_within(dev, masks, n, scores, operands)
+        sums, w = sums.with_level(factor, later, operands, products)
+        dg = add_gates(dev, sums.dg, w, gates.at[n])
+        sums, decays = lax.optimization_barrier((sums._replace(dg=dg), decays))
+    assert decays is not None
+    first, rest = (smem.decays.at[at.wg, n] for n in range(2))
+    block_rows.store_first_rows(dev, first, decays.first)
+    block_rows.store_first_rows(dev, rest, decays.rest)
+    dev.commit()
+    between = block_rows.block_decays(dev, first, rest, WIDTH)
+    inside = [jnp.where(masks.bits[4 + n], decays.from_first, decays.to_end) for n in range(2)]
+    factors = inside[0] * between.near, inside[1] * between.far
+    ends = decays.from_first * decays.first * between.before, decays.to_end * between.after
+    factors, ends = lax.optimization_barrier((factors, ends))
+    for n, factor in enumerate(factors):
+        later = masks.bits[4 + n]
+        operands = _tokens(own, at).operands(factor, later)
+        products = products_between(dev, smem.operands.at[at.wg], n == 1, scores, operands)
+        sums, w = sums.with_level(factor, later, operands, products)
+        dg = add_gates(dev, sums.dg, w, gates.at[4 + n], totals.at[n])
+        sums = lax.optimization_barrier(sums._replace(dg=dg))
+    return sums, *ends
+
+
+def gradients_of_step(own: Any, at: Any, sums: Sums, ends, products, gl, diagonal, written):
+    """dq, dk, de and dg of a step by name, and its parts of k . late and k . dk added to `written`.
+
+    Args:
+      sums, ends: of `levels_of_step`.
+      products: dO h, dv h and u dh of the step, and the products of h and dh summed over blocks of 64 rows.
+      gl: the decay of the whole chunk, in layout COL.
+      diagonal: of dP, in layout ROW.
+    """
+    dev, dtype, (from_start, to_end), (read_q, read_e, late, inner) = own.dev, own.dtype, ends, products
+    read_q, read_e = own.sizes.scale * from_start * read_q, -from_start * read_e
+    late, (q, k, e), diagonal = to_end * late, _tokens(own, at), along_rows(diagonal, WIDTH)
+    terms = q * read_q + e * read_e, k * late, inner
+    dq, dk, de = sums.dq + read_q + diagonal * k, sums.dk + late + diagonal * q, sums.de + read_e
+    written = [
+        x + y[:, 0:LANES] + y[:, LANES:WIDTH] for x, y in zip(written, (terms[1], k * dk), strict=True)
+    ]
+    results = [x.astype(dtype) for x in (dq, dk if own.erases else dk + de, de)]
+    (dq, dk, de), terms, written = lax.optimization_barrier((results, terms, written))
+    dg, totals, gates = sums.dg, own.smem.totals.at[at.wg], own.smem.gates.at[at.wg]
+    for n, x in enumerate(terms, 2):
+        # What is written to the state is most of dg where its cotangent is large: it is not rounded to 8 bits.
+        dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n], parts=2 if n == 3 else 1)
+    dev.commit()
+    dg = jnp.where(_gates(own, at) > RESET_G2, dg + gates_of_blocks(totals, gl), 0.0)
+    return dict(q=dq, k=dk, e=de, g=dg), written
