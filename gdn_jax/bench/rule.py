@@ -79,8 +79,7 @@ class RuleBenchmark(Benchmark):
 
     def plan(self) -> tuple[list[tuple[Row, str]], str, tuple[str, ...]]:
         """Rows with their passes, the dtype and the implementations."""
-        of_channels = "chunked" if device_reason() else "mosaic_gpu"
-        fastest = rule_implementation() if self.gates == ("head",) else of_channels
+        fastest = rule_implementation()
         if self.is_table and (self.rows or fastest not in PLAIN):
             rows = bench_rows.table_rows(self.rows, self.passes, self.gates)
             return rows, "bfloat16", self.implementations or (fastest,)

@@ -139,8 +139,8 @@ def delta_rule(
       write: strength of what is written [B, T, HO] or [B, T, HO, V]; None for 1.
       scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, chunk_size: as for
         `gated_delta_rule`.
-      implementation: as for `gated_delta_rule`. For gates or strengths of each channel "mosaic_mma" is refused, and
-        "mosaic_gpu" takes K to 128; in float16 its derivative is that of the chunked form in plain JAX.
+      implementation: as for `gated_delta_rule`. For gates or strengths of each channel "mosaic_gpu"
+        takes K to 128, too; in float16 the derivative of the kernels is that of the chunked form in plain JAX.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is), in

@@ -133,14 +133,14 @@ def _run(
 
 
 class Walked(NamedTuple):
-    """What both walks give."""
+    """Both walks' results."""
 
     h: Float[Array, "chunks HO V K"]
     w: Float[Array, "places HO V"]
     dh: Float[Array, "chunks HO V K"]
     dv: Float[Array, "places HO V"]
     dh_0: Float[Array, "N HO _ _"] | None
-    """As the rule gives it; None without an initial state."""
+    """In the layout of the rule; None without an initial state."""
 
 
 def walked(

@@ -36,7 +36,7 @@ class Residuals(NamedTuple):
     pairs: Pairs
     """Each with an axis for the row of the batch in front."""
     starts: Float[Array, "B S HO V K"] | None
-    """As `rule.Residuals` has it."""
+    """The same as in `rule.Residuals`."""
     m: Float[Array, "B S HO K K"] | None
 
     @property

@@ -1,4 +1,4 @@
-"""What the walks read of a chunk where a head decays as one, and where each channel does.
+"""A chunk's decays as the walks read them, of a head that decays as one and of one whose channels do.
 
 A walk multiplies the state by keys and queries in which a chunk's decays are, or which it scales by them. What it
 does else is the same: the two classes here are all that differs.
@@ -26,23 +26,23 @@ class HeadDecay:
     early_states, early_outputs, late = ("v", "t", "factors"), ("q", "v", "t", "p", "factors"), ("k",)
 
     def before(self, cta: Cta, i) -> Any:
-        """What both products with the state are multiplied by: D."""
+        """The factor of both products with the state: D."""
         return cta.factor(0, i)
 
     def errors(self, v_t: jax.Array, d: jax.Array, hk: jax.Array) -> jax.Array:
-        """The values without what the state has for their keys."""
+        """The values without those of their keys in the state."""
         return v_t - d * hk
 
     def outputs(self, cta: Cta, d: jax.Array, hq: jax.Array) -> jax.Array:
-        """What queries read of the state."""
+        """The part of the outputs that queries read from the state."""
         return hq * (d * cta.sizes.scale)
 
     def strengths(self, cta: Cta, i) -> jax.Array:
-        """What W is multiplied by where it is written: Dr."""
+        """The factor of W where it is written: Dr."""
         return cta.factor(1, i)
 
     def decay(self, cta: Cta, i) -> jax.Array:
-        """What the chunk leaves of the state."""
+        """The factor of the state over the chunk."""
         return cta.number(CHUNK - 1, i)
 
 
@@ -54,7 +54,7 @@ class ChannelDecay:
     late = ("kr",)
 
     def before(self, cta: Cta, i) -> None:
-        """See `HeadDecay`: kg and qg hold it."""
+        """See `HeadDecay`. kg and qg hold it."""
         del cta, i
 
     def errors(self, v_t: jax.Array, d: None, hk: jax.Array) -> jax.Array:
@@ -68,11 +68,11 @@ class ChannelDecay:
         return hq
 
     def strengths(self, cta: Cta, i) -> jax.Array:
-        """See `HeadDecay`: beta."""
+        """See `HeadDecay`. It is beta."""
         return cta.factor(0, i)
 
     def decay(self, cta: Cta, i) -> jax.Array:
-        """See `HeadDecay`: gl, along the columns of the state."""
+        """See `HeadDecay`. It is gl, along the columns of the state."""
         vector = cta.slot("factors", i).at[cta.wg, GL : GL + cta.sizes.K]
         return along_columns(plgpu.load(vector, layout=COL), ROWS)
 

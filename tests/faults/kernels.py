@@ -131,8 +131,8 @@ FAULTS = (
     ),
     Fault(
         "the kernels by mma.sync get keys that are not normalised",
-        "            x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))\n",
-        "            x = x._replace(q=gates.l2norm(x.q))\n",
+        "x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k)) if call",
+        "x._replace(q=gates.l2norm(x.q)) if call",
         "tests/kernels/test_mosaic.py::test_the_norm_comes_before_kernels_without_one",
     ),
     Fault(

@@ -19,7 +19,18 @@ from tolerances import assert_close, head_axis, tolerance
 from gdn_jax.checks import cases, oracle
 from gdn_jax.checks.accuracy import NAMES
 from gdn_jax.shapes import Dims, RuleArrays
-from pallas_kernels.ampere import adjoints, backward, gradients, prepare, rule, segments, states, walk
+from pallas_kernels.ampere import (
+    adjoints,
+    backward,
+    channel_gradients,
+    channel_prepare,
+    decays,
+    gradients,
+    prepare,
+    rule,
+    segments,
+    walk,
+)
 from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.backward.rule import OutputCotangents
 from pallas_kernels.device import mma
@@ -195,13 +206,18 @@ def test_transposed_registers(columns):
     np.testing.assert_array_equal(after.reshape(*shape, -1).reshape(at.shape), column * columns + row)
 
 
+SHARED = "chunks/merging.py", "chunks/pair_levels.py", "device/rows.py", "work/tables.py"
+SHARED += tuple(f"backward/channel_gradients_{part}.py" for part in ("levels", "step"))
+"""Files with code that kernels by mma.sync and by wgmma have in common."""
+
+
 def test_only_the_device_differs_between_generations():
     """What ends the process, hangs or is no instruction below 9.0 is not called by these kernels nor by what they
     share."""
     later = (
         r"plgpu\.(commit_smem|copy_|barrier_|wait_|wgmma|ACC|set_max_registers|Barrier)|dev\.(issue|release)"
     )
-    shared = [ROOT / "pallas_kernels" / name for name in ("chunks/merging.py", "work/tables.py")]
+    shared = [ROOT / "pallas_kernels" / name for name in SHARED]
     for path in (*(ROOT / "pallas_kernels" / "ampere").glob("*.py"), *shared):
         assert not re.search(later, path.read_text()), path
 
@@ -211,11 +227,17 @@ def test_shared_memory_of_small_gpus(K):
     bf16 = jnp.bfloat16
     assert smem_bytes(prepare._memory(K, bf16), REDUCTION_BYTES) <= SMALL_MEMORY // 2
     assert smem_bytes(gradients._memory(K, bf16), REDUCTION_BYTES) <= SMALL_MEMORY
+    assert smem_bytes(channel_prepare._memory(K, bf16, erases=True), REDUCTION_BYTES) <= SMALL_MEMORY
+    assert smem_bytes(channel_gradients._memory(K, bf16)) <= SMALL_MEMORY
     for warpgroups in (1, 2):
         config = walk.Config(warpgroups)
-        forwards = walk.memory(config, K, bf16, states.OUTPUT_TILES, states.KEYS)
-        backwards = walk.memory(config, K, bf16, adjoints.TILES, adjoints.KEYS, vectors=adjoints.VECTORS)
-        assert max(smem_bytes(forwards), smem_bytes(backwards)) <= SMALL_MEMORY
+        for of, back, vectors in (
+            (decays.HEADS, adjoints.HEADS, (2, adjoints.VECTORS)),
+            (decays.CHANNELS, adjoints.CHANNELS, (4, 4)),
+        ):
+            forwards = walk.memory(config, K, bf16, of.early_outputs, of.late, vectors=vectors[0])
+            backwards = walk.memory(config, K, bf16, back.early, back.late, vectors=vectors[1])
+            assert max(smem_bytes(forwards), smem_bytes(backwards)) <= SMALL_MEMORY
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ KERNEL_MODULES = (
     "layer.expert_product", "layer.expert_swiglu", "layer.expert_tiles", "layer.attention_rows",
     "layer.channel_gates", "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
     "forward.channel_transitions", "backward.channel_gradients", "ampere.prepare", "ampere.walk", "ampere.gradients",
+    "ampere.channel_prepare", "ampere.channel_gradients",
 )  # fmt: skip
 
 
@@ -114,6 +115,7 @@ def no_launch(monkeypatch):
         ),
         ("mosaic_mma", dict(T=4096, B=8, heads=(8, 8, 16)), "rows and heads"),  # cut into segments
         ("mosaic_mma", dict(T=512, B=1, heads=(8, 8, 8), lengths=(256, 256)), "heads"),
+        ("mosaic_mma", dict(T=4096, B=8, heads=(8, 8, 16), channels=True), "rows and heads"),
         pytest.param(
             *("mosaic_mma", dict(T=500, B=1, heads=(8, 8, 8), lengths=(200, 256)), "heads"),
             marks=pytest.mark.slow,

@@ -42,8 +42,7 @@ class Ampere(OfModules):
         """See `KernelSet`. The norm of q and k comes before the kernels, which have none inside."""
         from pallas_kernels.ampere import rule
 
-        if call.use_qk_l2norm:
-            x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))
+        x = normalised(call, x)
         options = dict(scale=call.scale, state_layout=call.state_layout)
         return rule.forward(call.known(x).of_heads, segment_chunks=call.segment_chunks, **options)
 
@@ -73,3 +72,8 @@ class Ampere(OfModules):
         g2_cum, beta, t, p, *of_segments = residuals
         made = as_gates(g2_cum), as_gates(beta), as_inverse(t), as_inverse(p)
         return residuals._make((*made, *jax.tree.map(as_states, of_segments)))
+
+
+def normalised(call: Call, x: Arrays) -> Arrays:
+    """The arguments with q and k as they are after the norm that the call wants."""
+    return x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k)) if call.use_qk_l2norm else x

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
-from gdn_jax import gates
 from gdn_jax.rule.call import APART, CHANNELS, Arrays, Call, RuleAxes
-from gdn_jax.rule.kernels.ampere import Ampere
+from gdn_jax.rule.kernels.ampere import Ampere, normalised
 from gdn_jax.rule.kernels.channels import cotangents_of, prepared
 from gdn_jax.rule.kernels.kernel_set import OutputCotangents, Residuals, as_gates, as_inverse, as_states
 from gdn_jax.shapes import AnyStates, Outputs, rule_dims
@@ -35,8 +34,7 @@ class AmpereChannels(Ampere):
         """See `KernelSet`. The norm of q and k comes before the kernels, which have none inside."""
         from pallas_kernels.ampere import channel_rule
 
-        if call.use_qk_l2norm:
-            x = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k))
+        x = normalised(call, x)
         options: dict[str, Any] = dict(scale=call.scale, state_layout=call.state_layout)
         return channel_rule.forward(*prepared(call, x), segment_chunks=call.segment_chunks, **options)
 
