@@ -127,7 +127,7 @@ class Choice(NamedTuple):
     factor: float
     """Factor of the weights."""
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
-    """What is made of the router's products."""
+    """Function of the router's products that gives the weights."""
 
 
 class Convolution(NamedTuple):
