@@ -1,4 +1,4 @@
-"""The gated delta rule as SkyRL's Qwen3.5 model calls it, with masks of padding and segments beside.
+"""The gated delta rule as SkyRL's Qwen3.5 model calls it, with masks of padding and segments.
 
     from skyrl.tx.models import qwen3_5
     from gdn_jax.adapters import skyrl
@@ -10,24 +10,8 @@ Both normalise queries and keys, as they do there. States and triangular systems
 query there; the final state is returned in that dtype, because it goes into a cache of it.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
-
-from gdn_jax import gated_delta_rule
-from gdn_jax.adapters.arguments import named
-from gdn_jax.shapes import (
-    Keys,
-    LogDecay,
-    Outputs,
-    Queries,
-    SegmentIds,
-    States,
-    Strength,
-    Values,
-    check_array,
-)
-
-Mask = Bool[Array, "B T"] | Int[Array, "B T"]
+from gdn_jax.adapters.padding import Mask, masked_rule
+from gdn_jax.shapes import Keys, LogDecay, Outputs, Queries, SegmentIds, States, Strength, Values
 
 
 def chunk_gated_delta_rule(
@@ -59,19 +43,11 @@ def chunk_gated_delta_rule(
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
 
-    Source: skyrl 0.3.0, `skyrl.tx.models.qwen3_5.chunk_gated_delta_rule`.
+    Source: skyrl 0.4.0, `skyrl.tx.models.qwen3_5.chunk_gated_delta_rule`.
     """
-    return _rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state,
-        attention_mask,
-        segment_ids=segment_ids,
-        chunk_size=chunk_size,
-    )
+    arrays = (query, key, value, g, beta, initial_state, attention_mask)
+    o, state = masked_rule(*arrays, segment_ids=segment_ids, chunk_size=chunk_size)
+    return o, state.astype(query.dtype)
 
 
 def recurrent_gated_delta_rule(
@@ -86,24 +62,8 @@ def recurrent_gated_delta_rule(
 
     Args, Returns, Raises: as for `chunk_gated_delta_rule`.
 
-    Source: skyrl 0.3.0, `skyrl.tx.models.qwen3_5.recurrent_gated_delta_rule`.
+    Source: skyrl 0.4.0, `skyrl.tx.models.qwen3_5.recurrent_gated_delta_rule`.
     """
-    return _rule(query, key, value, g, beta, initial_state, None, implementation="recurrent")
-
-
-def _rule(query, key, value, g, beta, initial_state, mask, **options) -> tuple[Outputs, States]:
-    if mask is not None:
-        check_array("attention_mask", mask, query.shape[:2], "B, T")
-        for name, x in (("query", query), ("key", key), ("value", value)):  # where() would broadcast them
-            check_array(name, x, (*mask.shape, None, None), "B, T, heads, width")
-        for name, x in (("g", g), ("beta", beta)):
-            check_array(name, x, (*mask.shape, None), "B, T, HV")
-        is_token = mask.astype(bool)[..., None]
-        # A token that decays nothing and writes nothing. Padding may hold anything, so values go too.
-        g, beta = (jnp.where(is_token, x, 0) for x in (g, beta))
-        query, key, value = (jnp.where(is_token[..., None], x, 0) for x in (query, key, value))
-    with named(q="query", k="key", v="value"):
-        o, final_state = gated_delta_rule(
-            query, key, value, g, beta, initial_state=initial_state, use_qk_l2norm=True, **options
-        )
-    return o, final_state.astype(query.dtype)
+    arrays = (query, key, value, g, beta, initial_state, None)
+    o, state = masked_rule(*arrays, implementation="recurrent")
+    return o, state.astype(query.dtype)

@@ -23,13 +23,13 @@ class EvalOptions:
     """Bits per byte of a text under the model of a run of the task bytes."""
 
     data: Path | None = None
-    """File or folder, all of which is new to the model if the number is to mean anything."""
+    """File or folder of text that the model was not trained on."""
     glob: str = "*"
     """Names of the files read below a folder."""
     val_bytes: Annotated[int, Positive] = 131072
-    """Bytes scored at most, in windows of the run's length, spread evenly over the text."""
+    """Most bytes to score, in windows of the run's length, spread evenly over the text."""
     implementation: Implementation | None = None
-    """Implementation of the rule. None: that of the run."""
+    """Implementation of the rule. None: the run's own."""
 
 
 def bits_per_byte(run: TrainedRun, texts: list[bytes], val_bytes: int) -> tuple[float, int]:

@@ -39,27 +39,27 @@ class GenerateOptions:
     prompt: str = ""
     """Text to continue, any bytes. The model of a run may begin with none: then it writes a new file."""
     tokens: Annotated[int, Positive] = 300
-    """Tokens to write at most: the model may end the text before."""
+    """Most tokens to write; the model may end the text before."""
     temperature: Annotated[float, NotNegative] = 0.7
-    """0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature)."""
+    """0: greedy. Above 0: tokens are sampled from softmax(logits / temperature)."""
     top_k: Annotated[int | None, Positive] = None
-    """Draw among the k likeliest tokens only."""
+    """Top-k: sample among the k likeliest tokens only."""
     top_p: Annotated[float | None, Range("a number above 0 and up to 1", lambda x: 0 < x <= 1)] = None
-    """Draw among the fewest of the likeliest tokens that have this probability together."""
+    """Top-p (nucleus): sample among the likeliest tokens that together have this probability."""
     min_p: Annotated[float | None, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)] = None
-    """Draw among tokens at least this many times as likely as the likeliest."""
+    """Min-p: sample among tokens whose probability is at least this fraction of the likeliest token's."""
     drafts: Literal["none", "mtp"] = "none"
     """mtp: the model's head for multi-token prediction guesses tokens, and one pass of the model reads the last token
     and the guesses. The likeliest tokens stay the same, but for ties within rounding; tokens that are drawn have the
     same probabilities. The model needs such a head, as published checkpoints of Qwen3.5 have it."""
     num_drafts: Annotated[int, Range("1 to 32", lambda x: 1 <= x <= 32)] = 3
-    """Guesses in a pass, with --drafts."""
+    """Drafts in a pass, with --drafts."""
     seed: Annotated[int, Seed] = 0
-    """Seed of the draws."""
+    """Seed of the sampling."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of a checkpoint's weights and products. auto: that of its files."""
+    """Dtype of a checkpoint's weights and products. auto: the dtype of its files."""
     implementation: Implementation | None = None
-    """Implementation of the rule. auto: the fastest on this device. None: that of the run; for a checkpoint auto."""
+    """Implementation of the rule. auto: the fastest on this device. None: the run's own; auto for a checkpoint."""
 
 
 class Writer(NamedTuple):

@@ -47,11 +47,11 @@ class InfoOptions:
     context: Annotated[int, Positive] = 32768
     """Tokens of a sequence."""
     batch: Annotated[int, Positive] = 1
-    """Sequences side by side, each with a cache."""
+    """Batch size: sequences at once, each with a cache."""
     mesh: str | None = None
-    """A mesh, as in data=8,sharded: tells what each of its devices would hold in training; see docs/parallel.md."""
+    """A mesh, as in data=8,sharded: prints the memory of each of its devices in training; see docs/parallel.md."""
     weights: Literal["whole", "float8"] = "whole"
-    """How large weights are kept: whole, or in 8 bits as by load_hf(..., weights="float8")."""
+    """Storage of large weights: whole, or in 8 bits as by load_hf(..., weights="float8")."""
 
 
 ABOUT = f"{InfoOptions.__doc__}\n\nPresets: {', '.join(PRESETS)}."

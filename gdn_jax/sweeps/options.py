@@ -30,8 +30,8 @@ class GridOptions:
     out: Annotated[Path | None, PerStart] = None
     """Folder to create. Without it, a new folder runs/sweep-<task>-<number>."""
     resume: Annotated[bool, PerStart] = False
-    """Continue the sweep in --out: its stored options are used, and a different one is an error. Other processes may
-    be at it: each takes mixers that no other one is at."""
+    """Continue the sweep in --out: its stored options are used, and a different one is an error. Several
+    processes may work on one sweep: each takes mixers that no other process has."""
     config: Annotated[Path | None, PerStart] = None
     """JSON file whose "options" take the place of the defaults, such as the config.json of a sweep."""
     size: Literal["small", "full"] = "small"
@@ -51,13 +51,13 @@ class GridOptions:
     """Sizes that --scales multiply. width: --hidden-size and --num-heads, and so the state; depth: --num-layers;
     state: --head-dim, and so the state by the square."""
     lrs: Annotated[tuple[float, ...], Distinct, Positive] = (4e-3, 1.2e-2)
-    """Peak learning rates. The one with the lowest mean validation loss over the seeds counts, for each mixer."""
+    """Peak learning rates to try. For each mixer the table has the rate with the lowest mean validation loss."""
     seeds: Annotated[int, Positive] = 3
-    """Runs that differ in their initial weights and batches: seeds --first-seed, and the following ones."""
+    """Number of seeds, of initial weights and batches: --first-seed and the following ones."""
     first_seed: Annotated[int, Seed, Later] = 0
-    """The first of the seeds. Runs that confirm what others have shown take seeds that these have not."""
+    """First seed. To confirm a result of earlier runs, take seeds that they did not have."""
     lr_seeds: Annotated[int | None, Positive] = None
-    """The first so many seeds try every learning rate, the others the one that was best there. None: all try all."""
+    """Number of seeds that try every learning rate; the other seeds take the rate that was best. None: all seeds."""
     data_seed: Annotated[int, Seed] = 0
     """Seed of the validation and test sets, which all runs share."""
     steps: Annotated[int, Positive] = 500
@@ -68,18 +68,18 @@ class GridOptions:
     """Optimiser steps at the end of a run whose rows begin with the states after the rows before, as all steps of
     `gdn train --start passed` do."""
     write_starts: Annotated[tuple[float, ...] | None, Distinct, _Share] = None
-    """Where write strengths start, each with learning rates and seeds of its own; in the place of --write-start. All
-    runs have the bias that says it, also those that start at 0.5."""
+    """Initial write strengths to compare, instead of --write-start; each gets all learning rates and seeds. Every run
+    has the bias that sets it, also one that starts at 0.5."""
     time_steps: Annotated[tuple[float, ...] | None, Distinct, Positive] = None
-    """Factors of the gates' initial time steps, likewise; in the place of --time-step."""
+    """Factors on the gates' initial time steps (dt) to compare, instead of --time-step."""
     curve_every: Annotated[int | None, Positive] = None
     """Steps between two validations of every run, kept in runs.jsonl; None: no curves."""
     max_minutes: Annotated[float | None, PerStart, Positive] = None
-    """Stop before runs that would not be finished after so many minutes. --resume continues."""
+    """Do not start a run that would not finish within this many minutes. --resume continues."""
     together: Annotated[int, Positive] = 1
-    """Runs of a mixer that advance side by side in one program. More use a GPU better."""
+    """Runs of a mixer that one program trains at once. More runs use a GPU better."""
     deterministic: bool = True
-    """On a GPU, leave out operations that do not repeat bit for bit."""
+    """On a GPU, use only operations that give the same bits each time."""
     keep_weights: Annotated[bool, Later] = False
     """Keep the weights of every run in the folder `weights`; `gdn_jax.sweeps.weights.load` reads its model."""
 

@@ -25,13 +25,13 @@ class ReproduceOptions:
     """Which version of a published setting is run, and where."""
 
     small: bool = False
-    """A version that takes minutes on two CPU cores. It shows that the entry runs, and asks for less."""
+    """Run a small version, minutes on two CPU cores. It shows that the entry runs, and does not test the claim."""
     out: Path | None = None
     """Folder of the sweep. Without it, runs/reproduce-<entry>."""
     resume: bool = False
-    """Continue the sweep in --out with its stored options. One that the entry states otherwise is an error."""
+    """Continue the sweep in --out with its stored options. An option that differs from the entry is an error."""
     max_minutes: Annotated[float | None, Positive] = None
-    """Stop before runs that would not be finished after so many minutes. --resume continues."""
+    """Do not start a run that would not finish within this many minutes. --resume continues."""
 
 
 def entry_named(name: str) -> Entry:

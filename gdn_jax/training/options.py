@@ -43,8 +43,8 @@ class RunOptions:
     resume: Annotated[bool, PerStart] = False
     """Continue the run in --out: its stored options are used, and a different one is an error."""
     init_from: Annotated[Path | None, PerStart] = None
-    """Begin with the weights of this run, of the same task: a new run with a schedule of its own. Its options are the
-    defaults, but the seed is the next one, so that the batches are others."""
+    """Start a new run, with a schedule of its own, from the weights of this run of the same task. Options have their
+    defaults, but the seed is the next one, so the batches differ."""
     seed: Annotated[int, Seed] = 0
     """Seed of the initial weights, the batches and the sample."""
     steps: Annotated[int, Positive] = 800
@@ -52,10 +52,10 @@ class RunOptions:
     batch_size: Annotated[int, Positive] = 4
     """Sequences of one optimiser step."""
     accumulate: Annotated[int, Positive] = 1
-    """Pieces the batch is cut into to save memory; the gradient is that of the whole batch."""
+    """Number of micro-batches of a batch, to save memory. The gradient is the same as without."""
     start: Annotated[StartName, Later] = "empty"
-    """Start of the recurrent states of a batch's rows, in training alone. passed: the states after the row before,
-    through which no gradient goes, so that a model learns to read on after more tokens than a row has."""
+    """Initial recurrent states of the rows of a training batch. passed: the states after the row before, without a
+    gradient through them; so a model learns to read on after more tokens than a row has."""
     log_every: Annotated[int, Positive] = 20
     """Steps between two lines of metrics.jsonl."""
     eval_every: Annotated[int, Positive] = 200
@@ -63,17 +63,17 @@ class RunOptions:
     save_every: Annotated[int, Positive] = 200
     """Steps between two checkpoints (the last step is always saved)."""
     deterministic: bool = True
-    """On a GPU, leave out operations that do not repeat bit for bit."""
+    """On a GPU, use only operations that give the same bits each time."""
     keep: Annotated[int, MayChange, Positive] = 2
     """Checkpoints kept."""
     compilation_cache: Annotated[bool, PerStart] = True
-    """On an accelerator, keep compiled programs for the next run: in JAX_COMPILATION_CACHE_DIR, without it in the
-    user's cache directory."""
+    """On an accelerator, keep compiled programs for the next run, in JAX_COMPILATION_CACHE_DIR or else in the user's
+    cache directory."""
     mesh: Annotated[str | None, PerStart] = None
-    """Run on all devices of all processes, split like data=2,head=2,context=2: rows, heads, and tokens of a row; with
-    ,sharded each device of data keeps a part of the parameters. A resumed run may have another mesh."""
+    """Split the work over all devices of all processes, as in data=2,head=2,context=2: rows, heads, and tokens of a
+    row. With ,sharded the devices of data share the parameters. A resumed run may have another mesh."""
     max_minutes: Annotated[float | None, PerStart, Positive] = None
-    """Save and stop after this many minutes of training, finished or not. --resume continues."""
+    """Save and stop after this many minutes of training. --resume continues."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,34 +83,34 @@ class SizeOptions:
     hidden_size: Annotated[int, Positive] = 128
     """Width of the residual stream."""
     num_layers: Annotated[int, Positive] = 4
-    """Blocks of a token mixer and a SwiGLU."""
+    """Number of blocks; each has a token mixer and a SwiGLU."""
     num_heads: Annotated[int, Positive] = 2
-    """Heads of a recurrent layer."""
+    """Number of heads in a recurrent layer."""
     head_dim: Annotated[int, Positive] = 32
     """Width K of a key and of a query."""
     expand_v: Annotated[float, Positive] = 2.0
-    """Width of a value over the width of a key, V / K."""
+    """Width of a value divided by the width of a key, V / K."""
     conv_size: Annotated[int, Positive] = 4
     """Taps of the causal convolution, 2 to 4."""
     mlp_ratio: Annotated[float, Positive] = 2.0
-    """Inner width of the SwiGLU over hidden_size."""
+    """Inner width of the SwiGLU divided by hidden_size."""
     time_step: Annotated[float, Positive, NotInConfig] = 1.0
-    """Factor of the initial time steps of the gates: 0.1 makes the first half-lives ten times as long."""
+    """Factor on the initial time steps (dt) of the gates: 0.1 makes the initial half-lives ten times as long."""
     write_start: Annotated[float | None, Range("a number between 0 and 1", lambda x: 0 < x < 1)] = None
-    """Where the write strength starts, between 0 and 1 (twice as much where it goes to 2): a bias, which is learned.
-    None: no bias, which starts at 0.5. A smaller one forgets less before anything is learned: with keys of 16 numbers
-    recall is learned sooner from 0.06, see results/README.md."""
+    """Initial write strength (beta), between 0 and 1, set by a learned bias; with --allow-neg-eigval twice as much.
+    None: no bias, so that beta starts at 0.5. With a smaller start the untrained model forgets less: with
+    16-dimensional keys models learn recall sooner from 0.06, see results/README.md."""
     tie_embeddings: bool = False
     """Use the embedding as the output projection."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on an accelerator, float32 on a CPU. Parameters are float32."""
     implementation: Implementation = "auto"
-    """Implementation of the delta rules. auto: the fastest that supports the call on this device."""
+    """Implementation of the delta rules. auto: the fastest one that this device supports."""
     remat: Literal["none", "rule", "full"] = "none"
-    """Parts of a block that the backward pass computes again to save memory: none, all but the rule, or all."""
+    """What the backward pass recomputes to save memory. rule: all of a block but the rule. full: all of it."""
     matmul: Literal["default", "float8", "float8_e4m3"] = "default"
-    """How projections are multiplied: in the compute dtype, or in 8 bits, with cotangents in E5M2 (float8) or in E4M3
-    (float8_e4m3). 8 bits are meant for GPUs of compute capability 9.0."""
+    """Dtype of the products of projections: the compute dtype, or FP8 with cotangents in E5M2 (float8) or in E4M3
+    (float8_e4m3). FP8 is for GPUs of compute capability 9.0."""
 
     def config_values(self) -> dict[str, Any]:
         """Returns the fields of a `gdn_jax.models.ModelConfig` that options set; what is "auto" is left out."""
@@ -139,13 +139,13 @@ class ModelOptions(SizeOptions):
     """A model: its size, its layers and its rule."""
 
     model: Annotated[Form, NotInConfig] = "gated_delta_net"
-    """hybrid: with attention in some layers, in the form of Qwen3.5; `save_hf` can write one of gated_delta_net.
-    hybrid_control: in this form, but without attention. transformer: attention with rotary positions everywhere."""
+    """Architecture. hybrid: like Qwen3.5, with attention in some layers; `save_hf` can write one of gated_delta_net.
+    hybrid_control: the same without attention, as a baseline. transformer: attention with RoPE in every layer."""
     attention_every: Annotated[int, Positive, NotInConfig] = 4
-    """In a hybrid the last layer of so many is attention."""
+    """Period of the attention layers in a hybrid: with 4, every fourth layer is attention."""
     mixer: Annotated[MixerName, Later] = "gated_delta_net"
-    """Token mixer of the recurrent layers. gated_delta_product has two steps a token; --allow-neg-eigval lets its
-    steps be reflections."""
+    """Token mixer of the recurrent layers. gated_delta_product takes two steps for each token; with
+    --allow-neg-eigval these can be reflections."""
     rule: RuleName = "gated_delta"
     """Rule of a gated_delta_net: how q, k, v, g and beta become outputs."""
     allow_neg_eigval: bool = False
@@ -153,8 +153,8 @@ class ModelOptions(SizeOptions):
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual stream between the blocks."""
     mtp_weight: Annotated[float, NotNegative, NotInConfig, Later] = 0.0
-    """Weight of a second loss, of a head for the token after the next, from which generation can draft. The model
-    needs a layer of attention, a checkpoint the head. 0: there is none."""
+    """Weight of the loss of a multi-token-prediction head, from which generation can draft. The model needs an
+    attention layer, and a checkpoint needs the head. 0: no such loss."""
 
     def config_values(self) -> dict[str, Any]:
         forms = {
@@ -229,14 +229,14 @@ class ScheduleOptions:
     """An optimiser with a linear warm-up and a cosine decay, whatever the learning rate."""
 
     optimizer: Annotated[OptimizerName, Later] = "adamw"
-    """muon: the matrices of all layers have orthogonal updates, as large as those of AdamW, which all else has; its
-    learning rates are those of AdamW. It needs one device, and all weights trained."""
+    """muon: Muon for the matrices of all layers, scaled to AdamW's update size and with its learning rates, and AdamW
+    for everything else. It needs one device, and all weights trained."""
     end_lr: Annotated[float, Fraction] = 0.02
-    """Learning rate of the last step over the peak."""
+    """Learning rate of the last step, as a fraction of the peak."""
     warmup: Annotated[float, Fraction] = 0.05
-    """Part of the steps with a rising learning rate."""
+    """Fraction of the steps in which the learning rate rises."""
     weight_decay: Annotated[float, NotNegative] = 0.1
-    """Decoupled weight decay of matrices; A_log, dt_bias, norms and biases have none."""
+    """Decoupled weight decay, of matrices only: not of A_log, dt_bias, norms and biases."""
     clip: Annotated[float, Positive] = 1.0
     """Largest global norm of a gradient."""
 

@@ -1,7 +1,7 @@
 """Calls of other libraries by this one: their signatures, and their results against the oracles in float64.
 
-Names and defaults were read in fla-core 0.6.0, maxtext 0.2.5, tokamax 0.0.17, skyrl 0.3.0 and tpu-inference
-b8692ff. What needs the libraries themselves is `tests/neighbours/run.py`.
+Names and defaults were read in fla-core 0.6.0, maxtext 0.2.5, tokamax 0.0.17, skyrl 0.4.0, keras-hub 0.32.0 and
+tpu-inference b8692ff. What needs the libraries themselves is `tests/neighbours/run.py`.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from adapter_calls import call, close, normal, softplus, states_close
 from fused_oracle import sigmoid
 from jax.sharding import PartitionSpec as P
 
-from gdn_jax.adapters import fla, maxtext, skyrl, tokamax
+from gdn_jax.adapters import fla, keras_hub, maxtext, skyrl, tokamax
 from gdn_jax.checks import oracle
 from pallas_kernels.device import launch
 
@@ -64,6 +64,10 @@ SIGNATURES = {
     skyrl.chunk_gated_delta_rule: RULE
     | {"chunk_size": 64, "initial_state": NO, "attention_mask": NO, "segment_ids": NO},
     skyrl.recurrent_gated_delta_rule: RULE | {"initial_state": NO},
+    keras_hub.chunk_gated_delta_rule: RULE
+    | {"chunk_size": 64, "initial_state": NO, "output_final_state": False, "padding_mask": NO},
+    keras_hub.recurrent_gated_delta_rule: RULE
+    | {"initial_state": NO, "output_final_state": False, "padding_mask": NO},
     tokamax.kimi_delta_attention: dict.fromkeys(("query", "key", "value", "gate", "beta"), REQUIRED)
     | {"a_log": NO, "delta_time_bias": NO, "scale": NO, "initial_state": NO, "output_final_state": False}
     | {"use_qk_l2norm": False, "use_gate_in_kernel": False, "segment_ids": NO, "lower_bound": NO}
@@ -222,6 +226,31 @@ def test_skyrl():
     assert [x.dtype for x in results] == [jnp.bfloat16] * 2
 
 
+# --- keras-hub ----------------------------------------------------------------------------------------------------
+
+
+def test_keras_hub():
+    """Padding on the right leaves the state alone; the state is float32, and None where it is not asked for."""
+    lengths, floats = (7, 11), np.zeros((B, T), np.float32)
+    for b, n in enumerate(lengths):
+        floats[b, :n] = 1
+    options = dict(chunk_size=16, initial_state=STATES, output_final_state=True, padding_mask=floats)
+    o, final = compiled(keras_hub.chunk_gated_delta_rule, Q, KEYS, VALUES, G, BETA, **options)
+    for b, n in enumerate(lengths):
+        row = [x[b : b + 1, :n] for x in (Q, KEYS, VALUES, G, BETA)]
+        expected = oracle.forward(*row, use_qk_l2norm=True, initial_state=STATES[b : b + 1])
+        close("o", expected[0], o[b : b + 1, :n])
+        states_close(expected[1], final[b : b + 1])
+        assert not o[b, n:].any()
+
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (Q, KEYS, VALUES)]
+    token = partial(keras_hub.recurrent_gated_delta_rule, output_final_state=True)
+    results = call(partial(jax.eval_shape, token), *narrow, G, BETA)
+    assert [x.dtype for x in results] == [jnp.bfloat16, jnp.float32]
+    plain = jax.eval_shape(keras_hub.chunk_gated_delta_rule, *narrow, G, BETA)
+    assert plain[0].dtype == jnp.bfloat16 and plain[1] is None
+
+
 # --- tokamax ------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +374,7 @@ REFUSED = [
     ),
     (skyrl.chunk_gated_delta_rule, (Q, KEYS, VALUES[:, 1:], G, BETA), {}, "value: expected shape"),
     (skyrl.chunk_gated_delta_rule, RULE_ARGUMENTS, {"attention_mask": np.ones((B, 1), bool)}, "attention_mask: exp"),
+    (keras_hub.recurrent_gated_delta_rule, RULE_ARGUMENTS, {"padding_mask": np.ones((B, 1))}, "padding_mask: exp"),
     (tokamax.kimi_delta_attention, HEAD_FIRST, {"use_gate_in_kernel": True}, "a_log: expected an array"),
     (
         tokamax.kimi_delta_attention,

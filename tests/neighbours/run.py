@@ -1,13 +1,13 @@
-"""Other libraries' own layers with this one's rule inside, beside themselves.
+"""Other libraries' own layers with this one's rule inside, next to themselves.
 
-    python tests/neighbours/run.py [maxtext skyrl tokamax transformers] [--folder FOLDER] [--with "jax[cuda13]"]
+    python tests/neighbours/run.py [maxtext skyrl keras_hub tokamax transformers] [--folder FOLDER] [--with PACKAGE]
 
 transformers opens the checkpoints of its hybrid families that this library writes, and computes the same; two of each
 family have random sizes, and `transformers_models.py NAME SEED ...` draws others.
 
 Makes an environment for each library, installs it from the package index, and runs its file here in that environment
 on this checkout: minutes the first time. A file compares outputs within 1e-5 and gradients within 1e-4 of the largest
-value, in float32, and ends with an error where they differ. `--with` adds packages, as for a GPU.
+value, in float32, and ends with an error where they differ. `--with "jax[cuda13]"` is for a GPU.
 """
 
 import argparse
@@ -43,7 +43,13 @@ NEIGHBOURS = {
         "skyrl_layer.py",
         "flax>=0.12.10 cloudpathlib huggingface-hub jaxtyping optax pydantic rich safetensors tokenizers "
         "transformers",
-        "skyrl==0.3.0",
+        "skyrl==0.4.0",
+    ),
+    # keras-hub requires tensorflow-text for other backends and for its tokenizers; a layer needs neither.
+    "keras_hub": Neighbour(
+        "keras_hub_layer.py",
+        "keras==3.15.1 flax>=0.12.10 jaxtyping kagglehub regex tqdm",
+        "keras-hub==0.32.0",
     ),
     "tokamax": Neighbour("tokamax_op.py", "tokamax[test]==0.0.17 flax>=0.12.10"),
     "transformers": Neighbour(

@@ -26,11 +26,11 @@ class CopyOptions(GeneratedOptions):
     task: ClassVar[str] = "copy"
 
     num_tokens: Annotated[int, Positive] = 32
-    """Different tokens to copy."""
+    """Size of the vocabulary to copy from."""
     length: Annotated[int, Positive] = 16
     """Tokens to copy; a sequence has twice as many."""
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (8, 16, 32)
-    """Numbers of tokens that the trained model is tested with."""
+    """Numbers of tokens to test the trained model with."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,9 +25,9 @@ class GeneratedOptions(TaskOptions):
     """Sequences drawn at random, as many as are wanted."""
 
     val_sequences: Annotated[int, Positive] = 512
-    """Fresh sequences of a validation, and of a test at one size."""
+    """Number of new sequences for a validation, and for a test at each size."""
     train_sequences: Annotated[int | None, Positive] = None
-    """Different training sequences (of each of --cases), drawn with replacement. None: every one is fresh."""
+    """Size of the training set (for each of --cases), sampled with replacement. None: every sequence is new."""
     if TYPE_CHECKING:  # a field of each task, see `TaskOptions`
 
         @property

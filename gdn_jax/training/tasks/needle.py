@@ -36,8 +36,8 @@ class NeedleOptions(GeneratedOptions):
     task: ClassVar[str] = "needle"
 
     haystack: Literal["noise", "text", "pairs"] = "noise"
-    """noise: tokens drawn at random; text: pieces of the standard library's .py files, in bytes; pairs: key-value
-    pairs that the marker makes void, and a needle of pairs like them."""
+    """Haystack. noise: random tokens; text: pieces of the standard library's .py files, in bytes; pairs: key-value
+    pairs that a marker invalidates, and a needle of such pairs."""
     noise_tokens: Annotated[int, Positive] = 32
     """Different tokens of the noise; the values of a needle are among them. Of pairs, half are keys."""
     num_values: Annotated[int, Positive] = 16

@@ -29,8 +29,8 @@ class TextOptions(CorpusOptions):
     length: Annotated[int, Positive] = 256
     """Bytes of a training sequence, T."""
     test_lengths: Annotated[tuple[int, ...] | None, Distinct, Positive] = None
-    """Held-out text is also read in windows of the longest of these, and scored between one length and the next:
-    what more context is worth. None: it is not."""
+    """Context lengths to test: the model reads held-out text in windows of the longest one, and gets a score for the
+    bytes between each length and the next. None: no such test."""
     val_bytes: Annotated[int, Positive] = 131072
     """Held-out bytes scored by a validation, spread evenly over the held-out text."""
     prompt: str = ""

@@ -91,8 +91,8 @@ class CorpusOptions(TaskOptions):
     glob: str = "*"
     """Names of the files read below a folder."""
     packages: bool = False
-    """The folder is one of packages: whole packages are held out, and a file that comes again is left out. Without
-    --data, the .py files of all packages that are installed beside this one."""
+    """Treat the folder as one of packages: hold out whole packages, and leave out repeated files. Without --data: the
+    .py files of all packages that are installed next to this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Pretrained(TaskOptions):
     """A checkpoint that a run begins with."""
 
     from_: Annotated[Path | None, MayChange] = None
-    """Folder of the checkpoint, whose model and tokenizer the run has. With --resume: where it lies now."""
+    """Folder of the checkpoint, for model and tokenizer. With --resume: where it lies now."""
     lora_rank: Annotated[int | None, Positive] = None
-    """Train low-rank changes of this rank, and leave the weights as they are. None: train all weights."""
+    """LoRA: train low-rank changes of this rank, and freeze the weights. None: train all weights."""
     lora_projections: Annotated[tuple[str, ...], Distinct] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Projections with such a change, in all layers that have them. Experts have none."""
+    """Projections to change by LoRA, in all layers that have them. Experts are not changed."""
 
     def pretrained(self) -> "Pretrained":
         return self

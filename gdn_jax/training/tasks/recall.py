@@ -34,28 +34,28 @@ class RecallOptions(GeneratedOptions):
     task: ClassVar[str] = "recall"
 
     vocab_size: Annotated[int, Positive] = 64
-    """Tokens: the first half are keys, the second half values."""
+    """Size of the vocabulary: the first half are keys, the second half values."""
     num_pairs: Annotated[int, Positive] = 8
-    """Key-value pairs of a training sequence, each queried once."""
+    """Number of key-value pairs in a training sequence; each is queried once."""
     vary_pairs: bool = False
     """Draw the number of pairs of every training sequence from 1 to --num-pairs; fill takes the place of the rest."""
     rewrite: bool = False
-    """Let keys come again with other values: the last value counts."""
+    """Repeat keys with other values: the last value counts."""
     length: Annotated[int, Positive] = 32
-    """Tokens of a sequence, even and at least four a pair."""
+    """Tokens of a sequence: an even number, at least four for each pair."""
     power: Annotated[float, Range("a number above 0 and up to 1000", lambda x: 0 < x <= 1000)] = 0.01
-    """Exponent a of the gap law p(gap) ~ gap^(a - 1): small is short gaps."""
+    """Exponent a of the gaps between pair and query, p(gap) ~ gap^(a - 1): a small a makes short gaps."""
     questions: Annotated[Literal["gaps", "shuffled"], Later] = "gaps"
     """Order of the questions. gaps: as Zoology's law draws the gaps, pairs written early are mostly asked early;
     shuffled: independent of the order of the pairs, with the same gaps."""
     test_pairs: Annotated[tuple[int, ...], Distinct, Positive] = (2, 4, 8)
     """Numbers of pairs that the trained model is tested with."""
     cases: Annotated[tuple[str, ...] | None, Repeated] = None
-    """Lengths and pairs like 64:4 128:8 that take turns from step to step, and that the trained model is tested at.
-    One that stands here twice has two turns. They take the place of --length, --num-pairs and --test-pairs."""
+    """Lengths and numbers of pairs, like 64:4 128:8, instead of --length, --num-pairs and --test-pairs. Training
+    steps take turns among them; repeat one to give it more turns. The trained model is tested at each."""
 
     test_cases: Annotated[tuple[str, ...] | None, Distinct] = None
-    """Lengths and pairs that the trained model is tested at beside those of --cases."""
+    """More lengths and numbers of pairs to test the trained model at, next to --cases."""
 
     def parsed_cases(self, name: str = "cases") -> list[tuple[int, int]]:
         """Pairs and length of every one of --cases, or of --test-cases.

@@ -34,11 +34,11 @@ class ScopeOptions(GeneratedOptions):
     task: ClassVar[str] = "scope"
 
     num_names: Annotated[int, Positive] = 4
-    """Names, drawn evenly."""
+    """Number of names, drawn uniformly."""
     num_tokens: Annotated[int, Positive] = 16
     """Different values."""
     num_scopes: Annotated[int, Positive] = 2
-    """Scopes that are open at once, at most, inside the outermost one, which never closes."""
+    """Most scopes that are open at once inside the outermost one, which never closes."""
     length: Annotated[int, Positive] = 64
     """Tokens of a training sequence, two for an operation."""
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (64, 128)

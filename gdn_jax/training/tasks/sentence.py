@@ -37,7 +37,7 @@ class SentenceOptions(GeneratedOptions, CorpusOptions):
     value: Literal["number", "code"] = "number"
     """Answer that the sentence gives: a number of seven digits, or a code of 32 hexadecimal digits."""
     text_weight: Annotated[float, NotNegative] = 0.0
-    """Weight in training of every other byte beside the value's: above 0 the model learns to read as well."""
+    """Training weight of every byte that is not part of the value. Above 0 the model also learns to read text."""
     length: Annotated[int, Positive] = 512
     """Bytes of a training sequence."""
     test_lengths: Annotated[tuple[int, ...], Distinct, Positive] = (512, 1024)

@@ -30,7 +30,7 @@ class StackOptions(GeneratedOptions):
     task: ClassVar[str] = "stack"
 
     num_stacks: Annotated[int, Positive] = 8
-    """Stacks, drawn evenly for every operation."""
+    """Number of stacks, drawn uniformly for every operation."""
     num_tokens: Annotated[int, Positive] = 16
     """Different values."""
     length: Annotated[int, Positive] = 96
