@@ -85,33 +85,32 @@ def load_hf(
     adapter: str | Path | None = None,
 ) -> LanguageModel:
     """Loads a checkpoint of the families Qwen3-Next, Qwen3.5, OLMo-Hybrid, Lara, Kimi Linear or Ling 3.0, also the
-    Qwen3.5 inside of a MiniCPM-V 4.6, 4.7 or MiniCPM-OCR.
+    Qwen3.5 inside a MiniCPM-V 4.6, 4.7 or MiniCPM-OCR.
 
-    Tensors are read one by one, and every one is on its devices before the next is read: the host needs the memory of
-    the largest one beside the model. A model for images and text is loaded as its language model; what it does not
-    use is listed in `model.origin.skipped`.
+    The call reads one tensor at a time and puts it on its devices before the next: the host needs memory for the
+    model and its largest tensor. A vision-language model is loaded as its language model; `model.origin.skipped`
+    lists the tensors that are left out.
 
-    A head for the token after the next, of Qwen's models and of Ling 3.0, comes with the checkpoint that has its
-    tensors: it is `model.mtp`, and `model.mtp_logits(tokens)` calls it. Nothing else does: set `model.mtp = None` to
-    do without it, as before training, which would not reach it.
+    If a checkpoint of Qwen's or of Ling 3.0 has a multi-token-prediction head, it is loaded as `model.mtp`, and
+    `model.mtp_logits(tokens)` calls it. A loss on the model's own logits does not train it: set `model.mtp = None`
+    before you train all parameters.
 
     Args:
       path: folder with config.json and model.safetensors, or with files that an index lists.
-      dtype: of weights and products, float32 or bfloat16; None: that of the checkpoint. A_log and dt_bias are float32
-        in any case, and so are norms, gates, states and logits.
-      weight_dtype: of the weights, where products have another one. An FP8 checkpoint, matrices in E4M3
-        with a scale for each block, is brought to it as it is read, float32(values) * float32(scale) rounded once.
-      weights: "float8": the matrices that FP8 checkpoints of Qwen's models have in 8 bits are kept so, with their
-        scales: an FP8 checkpoint keeps its codes, other weights are rounded to blocks of 128 x 128, as `save_hf`
-        does. The model needs about half the memory and cannot be trained. None: all are brought to `weight_dtype`.
-      mesh: devices to lay the weights out on: a matrix is cut along its longest axis that all devices together
-        divide, the rest is on every one. None: JAX's default device.
+      dtype: dtype of weights and products, float32 or bfloat16; None: the checkpoint's. A_log, dt_bias, norms, gates,
+        states and logits are always float32.
+      weight_dtype: dtype of the weights, if products shall have another one. The weights of an FP8 checkpoint, in
+        E4M3 with a scale for each block, are dequantised to it: float32(values) * float32(scale), rounded once.
+      weights: "float8": keeps matrices in 8 bits, as FP8 checkpoints of Qwen's models store them. An FP8 checkpoint
+        keeps its codes and scales; other weights are rounded in blocks of 128 x 128, as `save_hf` does. The model
+        needs about half the memory and cannot be trained. None: all weights are in `weight_dtype`.
+      mesh: devices for the weights: a matrix is split along its longest axis that the number of devices divides, and
+        everything else is replicated. None: JAX's default device.
       implementation: of the rule, see `gated_delta_rule`.
-      remat: what a block keeps for the backward pass, see `ModelConfig`.
-      adapter: folder with adapter_config.json and adapter_model.safetensors, low-rank changes (LoRA) that PEFT wrote
-        for this checkpoint: alone or inside of a model for images, whichever of the two it was trained in. The
-        projections have them as `add_lora` would have added them, in float32: they can be trained, and `merge_lora`
-        makes an ordinary model.
+      remat: how much of a block the backward pass recomputes, see `ModelConfig`.
+      adapter: folder with adapter_config.json and adapter_model.safetensors, a LoRA adapter that PEFT wrote for this
+        checkpoint, as a language model or inside a vision-language model. The projections get it as by `add_lora`, in
+        float32: you can train it, and `merge_lora` makes an ordinary model.
 
     Returns:
       The model, called as any other: `model(tokens)`, `generate(model, tokens, num_tokens)`.

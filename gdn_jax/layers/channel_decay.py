@@ -1,4 +1,4 @@
-"""Shared parts of the layers whose decay has a number for each key channel, with the gates of Kimi Delta Attention.
+"""Shared parts of the layers with per-channel decay, with the gates of Kimi Delta Attention.
 
 [q | k | v] = silu(conv([x Wq | x Wk | x Wv]))        q and k to unit length in each head
 f    = x Wf1 Wf2, or x Wf
@@ -40,24 +40,24 @@ from gdn_jax.rule.ops import delta_step
 from gdn_jax.shapes import ArgumentError, check_choice
 
 GATES = {"softplus": None, "lower_bound": "sigmoid", "exponential": "exponential"}
-"""Gates of the decay, and how each comes to the lower bound, see `channel_log_decay`; None: it has none."""
+"""Gates of the decay, and the way in which each reaches its lower bound, see `channel_log_decay`; None: no bound."""
 HEAD_DIM = "head_dim"
-"""The rank of a projection that is as wide between its two factors as a head, as in released models."""
+"""The rank of a low-rank projection in released models: the width of a head."""
 LEAST_RATE = 1.0
 """Decay rates A of the gate "softplus" are drawn from U(LEAST_RATE, 16)."""
 
 
 class ChannelInputs(NamedTuple):
-    """The arrays that a layer feeds its rule; of `delta_rule` either beta or erase and write are None.
+    """The arrays that a layer passes to its rule. For `delta_rule` either beta or erase and write are None.
 
     Fields:
       q, k: queries and keys [B, T, H, K], of unit length.
       v: values [B, T, HV, V].
       g: log decay of each key channel [B, T, HV, K], <= 0.
       beta: strength of both erasing and writing [B, T, HV].
-      erase, write: the strengths apart, of each head [B, T, HV] or channel [B, T, HV, K] and [B, T, HV, V].
-      erase_key: keys of unit length [B, T, H, K] that are erased at before a write, with the strength `erase`; None
-        in layers of `delta_rule`.
+      erase, write: separate strengths, for each head [B, T, HV] or channel [B, T, HV, K] and [B, T, HV, V].
+      erase_key: unit keys [B, T, H, K] at which a token erases before it writes, with the strength `erase`; None in
+        layers of `delta_rule`.
     """
 
     q: Float[Array, "B T H K"]
@@ -102,24 +102,23 @@ class FirstFactors(NamedTuple):
 
 
 class ChannelDecayMixer(RecurrentMixer):
-    """A token mixer with a decay of each key channel; see the module docstring.
+    """A token mixer with per-channel decay; see the module docstring.
 
-    A layer says what its strengths are, by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
+    Subclasses define their strengths by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
 
-    Args: as for `GatedDeltaNet` but rule and use_gate, and
-      gate: of the decay, see the module docstring. The bounded gates are no clamped forms of the other. The gate
-        "exponential" is one of plain JAX, and no layer but `EraseThenDelta` can be served with it.
+    Args: as for `GatedDeltaNet`, without rule and use_gate, and
+      gate: gate of the decay, see the module docstring. A bounded gate is not a clamped "softplus". The gate
+        "exponential" runs in plain JAX, and of all layers only `EraseThenDelta` can be served with it.
       lower_bound: the strongest log decay of a token with a bounded gate, below 0.
-      gate_rank: width between the two factors of the decay's projection, "head_dim" for that of a head; None: one
-        projection of full rank.
+      gate_rank: rank of the decay's projection; "head_dim": the width of a head; None: full rank, one matrix.
       output_gate_rank: the same for the output gate.
       output_gate_bias: gives the output gate's last projection a bias.
       use_A_log: False leaves A_log out, as if it were 0.
-      allow_neg_eigval: strength of erasing in [0, 2] instead of [0, 1].
+      allow_neg_eigval: erase strength in [0, 2] instead of [0, 1].
 
     Parameters: q_proj, k_proj, v_proj, o_proj; f_a_proj [hidden_size, rank] and f_b_proj, or f_proj; g_a_proj and
-      g_b_proj, or g_proj; the projections of the strengths; conv_weight [conv_dim, W], the filters of q, k and v one
-      behind the other, conv_dim = 2 * num_heads * head_dim + num_v_heads * V, U(-1, 1) / sqrt(W), and conv_bias;
+      g_b_proj, or g_proj; the projections of the strengths; conv_weight [conv_dim, W], the filters of q, k and v in
+      this order, conv_dim = 2 * num_heads * head_dim + num_v_heads * V, U(-1, 1) / sqrt(W), and conv_bias;
       A_log [num_v_heads], log of U(1, 16), 0 with a lower bound; dt_bias [num_v_heads, K], the inverse softplus of
       exp(U(log 1e-3, log 1e-1)), not below 1e-4; o_norm.weight [V]. A_log, dt_bias and the norm are `NoDecayParam`s.
 

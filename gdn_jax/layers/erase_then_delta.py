@@ -1,4 +1,4 @@
-"""Erase-then-Delta Attention (EDA): a token erases at a key of its own before it writes."""
+"""Erase-then-Delta Attention (EDA): a token erases at a second key before it writes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from gdn_jax.rule.erase_then_delta import erase_then_delta_step
 from gdn_jax.styles import PLUM, Style
 
 RANK = 16
-"""Width of a key head between the two factors of the erase key's projection, as in the paper."""
+"""Rank of the erase key's projection for each key head, as in the paper."""
 
 
 class EraseThenDelta(ChannelDecayMixer):
@@ -30,19 +30,20 @@ class EraseThenDelta(ChannelDecayMixer):
         gamma = sigmoid(x Ww + c)
         beta  = sigmoid(x Wb + c), doubled with allow_neg_eigval
 
-    What makes q, k, v, g and y is in `layers.channel_decay`. A token costs two of `KimiDeltaAttention` in whole rows.
+    `layers.channel_decay` has the equations of q, k, v, g and y. On whole rows a token costs as much as two tokens of
+    `KimiDeltaAttention`.
 
     Args: as for `ChannelDecayMixer`, with the gate "exponential" by default, and
-      erase_rank: width of a head between the two factors of the erase key's projection.
+      erase_rank: rank of the erase key's projection, for each key head.
 
-    Parameters: as in `ChannelDecayMixer`, and b_proj and w_proj [hidden_size, num_v_heads], whose biases c there are
-      with a write_start, e_a_proj [hidden_size, erase_rank * num_heads] and e_b_proj.
+    Parameters: as in `ChannelDecayMixer`, and b_proj and w_proj [hidden_size, num_v_heads], with biases c if there is
+      a write_start, e_a_proj [hidden_size, erase_rank * num_heads] and e_b_proj.
 
     Raises:
       ValueError: as `ChannelDecayMixer`.
 
-    Source: Qwen Team, "Erase-then-Delta Attention" (arXiv 2606.26560). Whether a head's factor of e reads all heads'
-      first factors is not said there; here it does.
+    Source: Qwen Team, "Erase-then-Delta Attention" (arXiv 2606.26560). The paper does not say whether the second
+      factor of a head reads the first factors of all heads; here it does.
     """
 
     b_proj: blocks.Projection

@@ -28,7 +28,7 @@ from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.rules.softmax_attention import SOFTMAX_ATTENTION
 
 GatedDeltaNetCache = RecurrentCache
-"""Memory of a `GatedDeltaNet`, which is that of every recurrent layer."""
+"""Cache of a `GatedDeltaNet`; all recurrent layers have the same kind."""
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -52,17 +52,17 @@ class GatedDeltaNet(RecurrentMixer):
       use_short_conv: False leaves the convolution out, [q | k | v] = silu(...) of the projections.
       use_gate: False leaves out Wg and the factor silu(x Wg).
       allow_neg_eigval: beta in [0, 2] instead of [0, 1].
-      write_start: where sigmoid(x Wb + c) starts on every token, between 0 and 1, so that beta starts there, or at
-        twice as much with allow_neg_eigval: b_proj has a bias c that is learned and starts at logit(write_start).
-        None: there is no bias, and beta starts at 1/2, or at 1. A write erases too: half of what was stored is left
-        after about K ln 2 / beta tokens, 22 for K = 16 (`gdn_jax.inspect.analysis.memory_horizon`). With narrow keys,
-        little decay and longer rows 0.06 lets recall be learned sooner: docs/models.md says when to set it.
-      rule: "gated_delta"; or another of `rules.RULES`, or a `rules.Rule` that is not there, to compare the rule with:
-        all else stays, and so do the parameters (those of a gate that the rule does not read have no effect).
-      norm_eps: of the RMSNorm.
-      dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are float32 in any case.
-      implementation: of the delta rules, see `gated_delta_rule`. Other parts are kernels where they can, but not with
-        "chunked" or "recurrent"; with "mosaic_gpu" a part without kernels warns.
+      write_start: initial write strength, between 0 and 1: b_proj gets a learned bias c that starts at
+        logit(write_start), so that beta starts there, or at twice that with allow_neg_eigval. None: no bias, and beta
+        starts at 1/2, or at 1. Each write erases too: half of a memory is left after about K ln 2 / beta tokens, 22
+        for K = 16 (`gdn_jax.inspect.analysis.memory_horizon`). With narrow keys, little decay and longer rows models
+        learn recall sooner from 0.06: docs/models.md says when to set it.
+      rule: "gated_delta"; another name of `rules.RULES`, or a `rules.Rule` of your own, as a baseline. Everything
+        else stays the same, also the parameters; a gate that the rule does not read has no effect.
+      norm_eps: epsilon of the RMSNorm.
+      dtype, param_dtype: compute and parameter dtype. A_log and dt_bias are always float32.
+      implementation: of the delta rules, see `gated_delta_rule`. With "chunked" or "recurrent" the other parts run in
+        plain JAX too, else by kernels where possible; with "mosaic_gpu" a part without a kernel warns.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo (default: LeCun normal, and
         kernel_init).
       rngs: source of the initial weights.
@@ -75,8 +75,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     Attributes:
       rule: the `rules.Rule`; another one, or its name, may be assigned.
-      layer: a number that no other softmax attention of a program has, see `gdn_jax.parts.attention.attend`; a model
-        sets it. Other rules have no use for it.
+      layer: index of the layer in its model, which sets it. It must be unique in a program: cuDNN's softmax attention
+        needs it, see `gdn_jax.parts.attention.attend`. Other rules ignore it.
 
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.

@@ -1,4 +1,4 @@
-"""Gated DeltaNet-2: what is erased of each key channel apart from what is written to each value channel."""
+"""Gated DeltaNet-2: an erase strength for each key channel, and a write strength for each value channel."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,13 +19,15 @@ class GatedDeltaNet2(ChannelDecayMixer):
     """The Gated DeltaNet-2 token mixer.
 
         S <- Diag(exp(g)) S;   S <- S + k (w * v - (b * k)^T S)^T;   o = S^T q / sqrt(K)
-        b = sigmoid(x Wb), doubled with allow_neg_eigval          of each key channel
-        w = sigmoid(x Ww)                                         of each value channel
+        b = sigmoid(x Wb), doubled with allow_neg_eigval          for each key channel
+        w = sigmoid(x Ww)                                         for each value channel
 
-    What makes q, k, v, g and y is in `layers.channel_decay`; the arguments are those of `ChannelDecayMixer`. With b
-    and w one number a head, the same for both, it is `KimiDeltaAttention`.
+    `layers.channel_decay` has the equations of q, k, v, g and y. If b and w are the same single number for a head,
+    the layer is `KimiDeltaAttention`.
 
-    Parameters: those of `ChannelDecayMixer`, b_proj [hidden_size, num_v_heads * head_dim] and w_proj
+    Args: as for `ChannelDecayMixer`.
+
+    Parameters: as for `ChannelDecayMixer`, and b_proj [hidden_size, num_v_heads * head_dim] and w_proj
       [hidden_size, num_v_heads * V], which have biases with a write_start.
 
     Raises:
@@ -51,7 +53,7 @@ class GatedDeltaNet2(ChannelDecayMixer):
         return b, w
 
     def strengths(self, b: Array, w: Array | None) -> tuple[Array | None, Array | None, Array | None]:
-        """See `ChannelDecayMixer.strengths`: what is erased of key channels and written to value channels."""
+        """See `ChannelDecayMixer.strengths`: erase strengths of key channels, write strengths of value channels."""
         assert w is not None
         return None, write_strength(b, allow_neg_eigval=self.allow_neg_eigval), write_strength(w)
 

@@ -27,7 +27,7 @@ from gdn_jax.styles import INDIGO, Style
 
 
 class ProductInputs(NamedTuple):
-    """The arrays that a `GatedDeltaProduct` feeds `gated_delta_product`.
+    """The arrays that a `GatedDeltaProduct` passes to `gated_delta_product`.
 
     Fields:
       q: queries [B, T, H, K], of unit length.
@@ -52,16 +52,16 @@ class GatedDeltaProduct(RecurrentMixer):
         o      = gated_delta_product(q, k, v, g, beta)
         y      = (RMSNorm(o) * silu(x Wg)) Wo                 the norm over each head
 
-    With n = 1 it is a `GatedDeltaNet`. A token's transition is a product of n Householder matrices, so with strengths
+    With n = 1 it is a `GatedDeltaNet`. The transition of a token is a product of n Householder matrices; with beta up
     to 2 it can be a product of n reflections.
 
-    Args: as for `GatedDeltaNet` but rule and use_gate, and
-      num_householder: n, the steps of a token.
+    Args: as for `GatedDeltaNet`, without rule and use_gate, and
+      num_householder: n, the number of steps for each token.
       allow_neg_eigval: beta in [0, 2], which is the default here, instead of [0, 1].
 
     Parameters: q_proj, k_proj [hidden_size, n * num_heads * K], v_proj [hidden_size, n * num_v_heads * V], a_proj,
-      b_proj [hidden_size, n * num_v_heads], g_proj (Wg), o_proj without bias, but for c; all of the first step come
-      before those of the second. conv_weight [conv_dim, W], conv_bias, A_log, dt_bias and o_norm as in
+      b_proj [hidden_size, n * num_v_heads], g_proj (Wg), o_proj, all without bias except c; the columns of
+      step 1 come before the columns of step 2. conv_weight [conv_dim, W], conv_bias, A_log, dt_bias and o_norm as in
       `GatedDeltaNet`.
 
     Raises:

@@ -20,9 +20,11 @@ class KimiDeltaAttention(ChannelDecayMixer):
         S <- Diag(exp(g)) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q / sqrt(K)
         beta = sigmoid(x Wb + c), doubled with allow_neg_eigval
 
-    What makes q, k, v, g and y is in `layers.channel_decay`; the arguments are those of `ChannelDecayMixer`.
+    `layers.channel_decay` has the equations of q, k, v, g and y.
 
-    Parameters: those of `ChannelDecayMixer`, and b_proj [hidden_size, num_v_heads], whose bias c there is with a
+    Args: as for `ChannelDecayMixer`.
+
+    Parameters: as for `ChannelDecayMixer`, and b_proj [hidden_size, num_v_heads], with a bias c if there is a
       write_start.
 
     Raises:

@@ -149,16 +149,16 @@ class SigmoidRouting:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture of experts that stands in the place of the SwiGLU. Every value is checked when the object is made.
+    """The mixture of experts that replaces the SwiGLU. Every value is checked when the object is made.
 
     Fields:
-      num_experts: SwiGLUs to choose from.
-      per_token: experts of a token: those to which the router gives most.
+      num_experts: number of experts, each a SwiGLU.
+      per_token: k of the top-k routing: experts of each token.
       expert_size: inner width of an expert.
-      shared_size: inner width of the SwiGLU that every token takes beside its experts.
+      shared_size: inner width of the shared expert, a SwiGLU for every token.
       normalise: divides a token's router weights by their sum.
-      routing: how experts are chosen; None: by the softmax of their scores.
-      shared_gate: multiplies what the shared SwiGLU gives a token by sigmoid(x w).
+      routing: router; None: softmax of the scores.
+      shared_gate: multiplies the output of the shared expert by sigmoid(x w).
 
     Raises:
       ValueError: names the field, what was expected and what came.
@@ -209,19 +209,19 @@ class ModelConfig:
       intermediate_size: inner width of the SwiGLU; None: mlp_ratio * hidden_size, up to a multiple of 8.
       mlp_ratio: read only where intermediate_size is None.
       allow_neg_eigval: write strength in [0, 2] instead of [0, 1].
-      write_start: where the strengths of a recurrent layer start, between 0 and 1 (twice as much with
-        allow_neg_eigval), by a bias that is learned; None: no bias, at 0.5. See `gdn_jax.layers.GatedDeltaNet`.
-      rule: of GatedDeltaNets, the name of one of `rules.RULES`, or a `rules.Rule` that is not there. Sizes and
-        parameters do not depend on it. Other mixers have a rule of their own.
+      write_start: initial write strength of the recurrent layers, between 0 and 1 (twice that with allow_neg_eigval),
+        set by a learned bias; None: no bias, 0.5. See `gdn_jax.layers.GatedDeltaNet`.
+      rule: rule of the GatedDeltaNets: a name of `rules.RULES`, or a `rules.Rule` of your own. Sizes and parameters
+        do not depend on it. Other mixers have their own rule.
       tie_embeddings: use the embedding as the output projection, which saves vocab_size * hidden_size parameters;
         with a small vocabulary a projection of its own learns faster.
       norm_eps: of every RMSNorm.
       dtype: compute dtype, float32 or bfloat16, kept as its name. Parameters, norms, gates, states and logits are
         float32 in any case.
-      residual_dtype: of the residual stream between the blocks, float32 or bfloat16, kept as its name. bfloat16 is
-        half the traffic, and rounds the small contribution of a late block to a large sum away.
+      residual_dtype: dtype of the residual stream between the blocks, float32 or bfloat16, kept as its name. bfloat16
+        halves the traffic, but rounds away small contributions of late blocks to a large sum.
       implementation: of the rule, see `gated_delta_rule`; None: the fastest that supports the call. With "chunked" or
-        "recurrent" the parts around the rule use no kernel either; with "mosaic_gpu" a part that has none warns.
+        "recurrent" the other parts run in plain JAX too; with "mosaic_gpu" a part without a kernel warns.
       layer_types: of every layer, the name of the mixer, such as "gated_delta_net", "attention" or
         "window_attention"; None: every fourth one is attention where `attention` is given, none where it is not.
       attention: an AttentionConfig or LatentAttentionConfig of the layers "attention"; None where there are none.
@@ -233,23 +233,21 @@ class ModelConfig:
       scale_embedding: multiply the embedding by sqrt(hidden_size) on the way in.
       weight_dtype: of the parameters, float32 or bfloat16, kept as its name. A_log and dt_bias are float32 in any
         case.
-      remat: what a block keeps for the backward pass; the rest is computed again there.
-        "none": all that its derivative reads.
-        "rule": its input and what the rule's own derivative keeps, so that no rule is run twice: projections,
-          convolution, norms and SwiGLU are. The implementation "recurrent" and the other rules keep nothing here.
-        "full": its input alone, which costs about one more forward pass.
+      remat: how much of a block the backward pass recomputes.
+        "none": nothing; the block keeps all residuals.
+        "rule": projections, convolution, norms and SwiGLU. The block keeps its input and the residuals of the rule;
+          the implementation "recurrent" and rules without a derivative of their own have no residuals to keep.
+        "full": everything. The block keeps only its input, and a step costs about one more forward pass.
       scan_layers: compile one block, or one period of blocks of several types, and scan over the weights of all: a
-        deep model compiles as fast as a shallow one, for a copy of the weights in each pass. What it costs on a GPU
-        was not measured, so it is off by default. A call with a cache, or with `around`, walks block by block in any
-        case.
-
-      matmul: how the projections of blocks are multiplied in training, a name of `gdn_jax.parts.products.PRODUCTS`:
-        "default", in the compute dtype; "float8", in 8 bits, with the cotangents in E5M2; "float8_e4m3", with them in
-        E4M3. Not the output projection, routers and experts, and nothing in a model for inference.
-      weights: how the large weights of blocks are kept: "whole", in weight_dtype, or "float8", in E4M3 with a scale
-        for each block of 128 x 128, half the memory of bfloat16. Such a model is not trained. Its recurrent layers
-        are GatedDeltaNets and its attention is softmax attention. Embedding, head, norms, convolutions, routers and
-        the narrow projections of decays and strengths are kept whole.
+        deep model compiles as fast as a shallow one, for a copy of the weights in each pass. We have not
+        measured its cost on a GPU, so it is off by default. A call with a cache, or with `around`, never scans.
+      matmul: products of the blocks' projections in training, a name of `gdn_jax.parts.products.PRODUCTS`: "default",
+        in the compute dtype; "float8", in FP8 with cotangents in E5M2; "float8_e4m3", with cotangents in E4M3. Output
+        projection, routers, experts and models for inference are not affected.
+      weights: storage of the blocks' large weights: "whole", in weight_dtype, or "float8", in E4M3 with a scale for
+        each block of 128 x 128, half the memory of bfloat16. You cannot train such a model; its recurrent layers must
+        be GatedDeltaNets and its attention softmax attention. Embedding, head, norms, convolutions, routers and the
+        low-rank projections of decays and strengths stay whole.
 
     Raises:
       ValueError: names the field, what was expected and what came.

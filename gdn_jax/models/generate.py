@@ -51,33 +51,32 @@ def generate(
 ) -> Int[Array, "B num_tokens"]:
     """Continues prompts: one pass over the prompt, then single steps through the cache.
 
-    The cost of a token in a GatedDeltaNet does not depend on how many came before; in an attention layer it grows
-    with them. Compiled once per batch size, length of the prompt rounded up to a power of two (once more for a prompt
-    of just that length, which needs no padding), num_tokens and the limits in use; may itself be called under jit,
-    where model is an argument or closed over. What is added to round a length up is masked padding: it changes logits
-    by rounding only. On a GPU the loop has copies of the projections' weights, in the order in which it reads them.
+    A token costs the same in a GatedDeltaNet however many came before; in an attention layer its cost grows with
+    them. JAX compiles once per batch size, num_tokens, sampling limits in use, and prompt length rounded up to a
+    power of two (once more for a prompt of exactly that length, which needs no padding). The padding is masked and
+    changes logits by rounding only. You may call it under jit, with the model as an argument or closed over. On a GPU
+    the loop keeps copies of the projections' weights, in the order in which it reads them.
 
     Args:
       model: the model.
       prompt: [B, T] tokens, T >= 1, of a dtype that holds every token of the model. Tokens outside of the vocabulary
         are an error where they are known (a NumPy array) or with `gdn_jax.debug_checks`; under padding
         any number may stand.
-      num_tokens: how many to append, 1 to MOST_TOKENS.
+      num_tokens: number of tokens to append, 1 to MOST_TOKENS.
       mask: True at tokens, False at padding on the left or right of a prompt (each row needs a token).
-      rng: key of the draws; needed where temperature > 0.
-      temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
-      top_k, top_p, min_p: limits of the draw, see `Sampling`: among the k likeliest tokens; among the fewest that
-        have probability top_p together, in (0, 1]; among those at least min_p times as likely as the likeliest, in
-        [0, 1].
-      stop_tokens: a row ends with the first of these that it draws, and repeats it to num_tokens. When all rows have
-        ended the work ends too.
-      on_token: called on the host with the new tokens [B] of every step while the next one is not begun; returns True
-        to stop there, and every row repeats its last token. Not under jit. With drafts a pass gives several tokens,
-        which it is told one after the other; so there is one row.
-      drafts: "mtp": the model's head for multi-token prediction guesses tokens, and each pass of the model reads the
-        last token and the guesses. The likeliest tokens stay the same, but for ties within rounding; tokens that are
-        drawn have the same probabilities, and are others than without drafts. None: there are none.
-      num_drafts: guesses in a pass, 1 or more.
+      rng: key of the sampling; needed with temperature > 0.
+      temperature: 0: greedy. Above 0: tokens are sampled from softmax(logits / temperature).
+      top_k, top_p, min_p: limits of the sampling, see `Sampling`: the k likeliest tokens; the fewest likeliest tokens
+        with total probability top_p, in (0, 1]; tokens at least min_p times as likely as the likeliest, in [0, 1].
+      stop_tokens: a row ends with the first of these that it writes, and repeats it to num_tokens. The loop ends when
+        all rows have ended.
+      on_token: called on the host with the new tokens [B] of every step, before the next step begins; if it returns
+        True the loop stops, and every row repeats its last token. Not under jit. With drafts a pass gives several
+        tokens; the function is called for each of them, and the batch must be one row.
+      drafts: "mtp": the model's multi-token-prediction head drafts tokens, and each pass of the model verifies them.
+        Greedy tokens stay the same, except for ties within rounding. Sampled tokens have the same probabilities, but
+        are not the same tokens as without drafts. None: no drafts.
+      num_drafts: drafts in a pass, 1 or more.
 
     Returns:
       The new tokens [B, num_tokens], in the prompt's dtype.

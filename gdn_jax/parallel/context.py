@@ -70,10 +70,10 @@ def gated_delta_rule(
     """`gdn_jax.gated_delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
     Args: as for `gdn_jax.gated_delta_rule`. q, k, v, g, beta and segment_ids are this device's tokens;
-      initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
+      initial_state and cu_seqlens belong to the whole rows, the same on every device of the axis.
       axis_name: the mesh axis.
       by: "states" sends maps of states between devices, "heads" gives every device all tokens of some heads
-        (`exchange`). Default: the one that is predicted to take less time, `exchange.pays`.
+        (`exchange`). Default: the faster one as predicted by `exchange.pays`.
 
     Returns:
       o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
@@ -82,8 +82,8 @@ def gated_delta_rule(
       ValueError, NotImplementedError: as `gdn_jax.gated_delta_rule`; ValueError where heads cannot be exchanged;
         NotImplementedError where by states an implementation is named that hands over none, "mosaic_mma".
 
-    Numerics: by states those of `gdn_jax.gated_delta_rule` with a chunk's border at every device's; the maps of whole
-      devices are merged in float32. Differentiable once, in reverse.
+    Numerics: by states as `gdn_jax.gated_delta_rule` with a chunk that ends at each device's last token; the maps of
+      whole devices are merged in float32. Differentiable once, in reverse mode.
     """
     x = Arrays(q, k, v, g, beta, None, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, chunk_size=chunk_size)
@@ -113,7 +113,7 @@ def delta_rule(
     """`gdn_jax.delta_rule` of rows whose tokens are split over a mesh axis in order, inside `jax.shard_map`.
 
     Args: as for `gdn_jax.delta_rule`. q, k, v, g, beta, erase, write and segment_ids are this device's tokens;
-      initial_state and cu_seqlens are those of the whole rows, the same on every device of the axis.
+      initial_state and cu_seqlens belong to the whole rows, the same on every device of the axis.
       axis_name, by: as for `gated_delta_rule`.
 
     Returns:

@@ -122,25 +122,25 @@ def delta_rule(
     chunk_size: int = 64,
     implementation: str | None = None,
 ) -> tuple[Outputs, AnyStates]:
-    """The delta rule over whole sequences, with a decay of each key channel, and erase and write apart.
+    """The delta rule over whole sequences, with per-channel decay and separate erase and write strengths.
 
         S <- Diag(exp(g)) S;   u = write * v - S^T (erase * k);   S <- S + k u^T;   o = scale S^T q
 
-    With g of each head and beta this is `gated_delta_rule`, which then runs, to the bit. With g of each channel and
-    beta it is Kimi Delta Attention (KDA), with erase and write of each channel Gated DeltaNet-2.
+    With g for each head and beta the call is `gated_delta_rule`, bit for bit. With per-channel g and beta it is Kimi
+    Delta Attention (KDA); with per-channel erase and write it is Gated DeltaNet-2.
 
     Args:
       q, k, v: as for `gated_delta_rule`.
-      g: log decay, natural logarithm, <= 0, -inf for a reset: of each head [B, T, HO], or of each key channel
+      g: log decay, natural logarithm, <= 0, -inf for a reset: for each head [B, T, HO], or for each key channel
         [B, T, HO, K]; None for no decay. Any decay is exact, however strong; there is no lower bound.
-      beta: strength of both erasing and writing [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; None
-        for 1. It takes the place of erase and write: giving both is an error.
-      erase: strength of what is erased [B, T, HO] or [B, T, HO, K]; None for 1.
-      write: strength of what is written [B, T, HO] or [B, T, HO, V]; None for 1.
+      beta: one strength for erasing and writing [B, T, HO], in [0, 1], or [0, 2] with negative eigenvalues; None
+        for 1. Give either beta or erase and write: both together are an error.
+      erase: erase strength [B, T, HO], or for each key channel [B, T, HO, K]; None for 1.
+      write: write strength [B, T, HO], or for each value channel [B, T, HO, V]; None for 1.
       scale, initial_state, cu_seqlens, segment_ids, use_qk_l2norm, state_layout, chunk_size: as for
         `gated_delta_rule`.
-      implementation: as for `gated_delta_rule`. For gates or strengths of each channel "mosaic_gpu"
-        takes K to 128, too; in float16 the derivative of the kernels is that of the chunked form in plain JAX.
+      implementation: as for `gated_delta_rule`. With per-channel gates or strengths "mosaic_gpu" takes K to 128; in
+        float16 it takes its derivative from the chunked form in plain JAX.
 
     Returns:
       o [B, T, HO, V] in q's dtype, and the final state of every sequence, float32 (float64 when an input is), in
@@ -270,7 +270,7 @@ def chunk_states(
     state_layout: str = "kv",
     chunk_size: int = 64,
 ) -> Float[Array, "B L HO _ _"]:
-    """The state at the start of every chunk, as a differentiable result, for those who study what is stored.
+    """The state at the start of every chunk, as a differentiable result, to study what a state stores.
 
     Args:
       k, v, g, beta, initial_state, cu_seqlens, segment_ids, state_layout, chunk_size: as for `gated_delta_rule`;
@@ -278,8 +278,8 @@ def chunk_states(
       use_k_l2norm: normalises k.
 
     Returns:
-      h [B, L, HO, K, V] (or [.., V, K]), float32 or float64, L = ceil(T / chunk_size). With cu_seqlens the chunks
-      are those of `packing.packed_chunks(cu_seqlens, T, chunk_size)`, sequence after sequence.
+      h [B, L, HO, K, V] (or [.., V, K]), float32 or float64, L = ceil(T / chunk_size). With cu_seqlens
+      `packing.packed_chunks(cu_seqlens, T, chunk_size)` says which chunks they are, sequence after sequence.
 
     Raises:
       ValueError: an argument is wrong.
@@ -307,9 +307,9 @@ def delta_chunk_states(
 ) -> Float[Array, "B L HO _ _"]:
     """The state at the start of every chunk, as a differentiable result.
 
-    With g of each head and beta this is `chunk_states`, to the bit.
+    With g for each head and beta the call is `chunk_states`, bit for bit.
 
-    Args: those of `delta_rule`; HO is the head count of g or of a strength where given, else max(Hk, HV).
+    Args: as for `delta_rule`; HO is the head count of g or of a strength where given, else max(Hk, HV).
       use_k_l2norm: normalises k.
 
     Returns:
@@ -340,12 +340,12 @@ def supported_implementations(
     state_layout: str = "kv",
     chunk_size: int = 64,
 ) -> dict[str, str | None]:
-    """Says which implementations can run a call of `gated_delta_rule` with these arguments on this device.
+    """Returns which implementations can run a call of `gated_delta_rule` with these arguments on this device.
 
-    Args: those of `gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`.
+    Args: as for `gated_delta_rule`; arrays may be `jax.ShapeDtypeStruct`.
 
     Returns:
-      name -> None where it can, else the reason why not; fastest first.
+      implementation -> None if it can run the call, else the reason why not; fastest first.
 
     Raises:
       ValueError: an argument is wrong.

@@ -101,23 +101,23 @@ class _Request:
 
 
 class Server:
-    """A loop over requests, of which each call of `step` gives every running one a token, or a `Chain` of them.
+    """A loop over requests: each call of `step` gives every running request a token, or a `Chain` of tokens.
 
     Args:
-      prefill, decode: a model; pure functions, which are compiled once. -1 among the slots is padding.
-      params: the model's parameters, the functions' first argument.
+      prefill, decode: pure functions of a model, which the server compiles once. -1 among the slots is padding.
+      params: the model's parameters, the first argument of both functions.
       pools: the model's pools, a pytree of arrays [slots, ...]. They are donated: the server owns them from now on. A
-        node of the tree may have a `capacity`, the tokens that a slot has room for, as the pools of attention have;
-        a model of chains has room for two more chains but for their first tokens, since the server reads late.
-      max_batch: requests that run at once, at most as many as there are slots.
-      max_waiting: requests that may wait.
-      prefill_tokens: tokens of prompts in a step, at least 64. Longer prompts come in pieces, which end on multiples
-        of 64 tokens.
-      vocab_size: `submit` refuses tokens from here on. By default it takes all that int32 holds.
-      prefix_bytes: of the device's memory for what is remembered of the beginnings of prompts: a request whose prompt
-        begins like one before starts after it. Its tokens stay the same, but for ties within rounding. 0: every
-        prompt is read whole. A slot's contents are kept whole, with the places of tokens that are not there yet.
-      prefix_stride: beginnings are kept whose number of tokens is a multiple of it; itself a multiple of 64.
+        node of the tree may have a `capacity`, the number of tokens that fit into a slot, as KV caches have. With
+        drafts leave room for two more chains without their first tokens, since the server reads results late.
+      max_batch: most requests that run at once, not above the number of slots.
+      max_waiting: most requests that wait.
+      prefill_tokens: tokens of prompts in a step, at least 64. A longer prompt is read in chunks that end at
+        multiples of 64 tokens.
+      vocab_size: `submit` refuses tokens from this number on. By default it takes all of int32.
+      prefix_bytes: device memory for shared prefixes, in bytes: a request starts after the longest prefix of its
+        prompt that an earlier prompt had too. Its tokens stay the same, except for ties within rounding. 0: every
+        prompt is read whole. Each prefix takes the bytes of a whole slot, also for tokens that are not there yet.
+      prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
 
     Raises:
@@ -160,13 +160,13 @@ class Server:
         self._number = 0
         self.prefixes = Prefixes(prefix_stride, prefix_bytes)
         self.tokens_shared = 0
-        """Tokens of prompts that no program has read, since another request's were the same."""
+        """Number of prompt tokens that were not read again, because an earlier prompt had the same prefix."""
         self.occupied: dict[int | None, int] = {}
         """The number of the request that each slot served in the last step."""
         self.read: dict[int, list[int]] = {}
         """The new tokens that the last step read, by their request's number."""
         self.waited = 0.0
-        """Seconds in which all steps together waited for the device."""
+        """Seconds that all steps together waited for the device."""
 
     def submit(
         self,
@@ -180,11 +180,11 @@ class Server:
         top_p: float | None = None,
         min_p: float | None = None,
     ) -> int:
-        """Lets a request wait for a slot.
+        """Puts a request into the queue.
 
         Args:
           prompt: at least one token.
-          num_tokens: how many to append at most. All but the last have room in a slot, with the prompt.
+          num_tokens: most tokens to append. The prompt and all of them but the last must fit into a slot.
           stop_token: the request ends with this token.
           rng, temperature, top_k, top_p, min_p: how the request draws, as for `gdn_jax.models.generate`; above a
             temperature of 0 the server needs sampling. Its tokens follow from its key, whatever other requests there

@@ -1,4 +1,4 @@
-"""The arrays of a pool with deferred writes: states, a ring of tokens beside each, and what changes the rings."""
+"""The arrays of a pool with deferred writes: states, a ring of tokens with each, and what changes the rings."""
 
 from typing import Any, NamedTuple
 
@@ -40,12 +40,12 @@ class RingPool(NamedTuple):
     """`count` and `before` [slots, HO, 2], the same for all heads of a slot: a kernel that works on a head reads and
     writes the head's own."""
     parents: Int[Array, "slots *layers L"] | None = None
-    """The parents that the last `verify` was given. None in a pool that takes chains alone: the accepted tokens of a
-    tree have to be moved together in the ring, those of a chain lie together."""
+    """The parents of the last `verify`; `accept` moves the accepted tokens of a tree together in the ring. None in a
+    pool for chains only, whose accepted tokens lie together already."""
 
     @property
     def by_channels(self) -> bool:
-        """Whether the ring's tokens have gates of each channel."""
+        """Whether the ring's tokens have per-channel gates."""
         return self.g.ndim == self.u.ndim
 
     @property
@@ -55,13 +55,13 @@ class RingPool(NamedTuple):
 
     @property
     def count(self) -> Int[Array, "slots *layers"]:  # pyrefly: ignore[bad-override]
-        """Number of entries of the ring that are tokens; the others are left over and never read."""
+        """Number of entries of the ring that hold tokens; the others are stale and never read."""
         return self.cursors[..., 0, 0]
 
     @property
     def before(self) -> Int[Array, "slots *layers"]:
-        """Number of entries before the last call's tokens, which is where the first of them lies. -1 if that call
-        flushed its only token."""
+        """Number of entries before the tokens of the last call, which is the index of its first token. -1 if that
+        call flushed its only token."""
         return self.cursors[..., 0, 1]
 
 

@@ -54,26 +54,25 @@ def decode(
     Args:
       q, k, v: queries [B, Hq, K], keys [B, Hk, K] and values [B, HV, V] of one floating dtype. Usually Hq = Hk and HO
         is HV; what `gated_delta_rule` says of heads holds here.
-      a, b: raw inputs [B, HO] of the gates, any floating dtype. What the projections gave is best passed as it is:
-        the gates are computed in float32. Per-channel, a is [B, HO, K], and with w so may b be.
+      a, b: raw inputs [B, HO] of the gates, any floating dtype. Pass the outputs of the projections unchanged: the
+        gates are computed in float32. With per-channel gates a is [B, HO, K], and with w b may be, too.
       pool: states [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk", of any floating dtype; or a
-        `RingPool`, whose states are written once in as many tokens as the ring is long. For per-channel gates
-        the ring is one that was made with `channels`.
+        `RingPool`, which writes a state only when its ring is full. For per-channel gates make the ring with
+        `channels`.
       A_log, dt_bias: parameters of the decay [HO], see `log_decay`. With per-channel gates A_log may be None
         and dt_bias [HO, K], see `channel_log_decay`.
-      w: raw input of what is written [B, HO] or [B, HO, V], where it is not what is erased; b is that of what is
-        erased alone.
+      w: raw input of a separate write strength [B, HO] or [B, HO, V]; b is then the raw erase strength.
       lower_bound: the strongest log decay of a token, below 0, of the bounded gate.
-      read_slots: [B] integers, where the states are. -1 is padding: output 0, and nothing is read or written.
-      write_slots: [B] integers, where the new states go; by default where they were. No slot twice. At -1 the output
-        is computed and the state dropped. A `RingPool` gets the rings there too, with the token in them.
+      read_slots: [B] integers, the slots of the states. -1 is padding: output 0, and nothing is read or written.
+      write_slots: [B] integers, the slots for the new states, by default read_slots. No slot may come twice. With -1
+        the output is computed and the state dropped. In a `RingPool` the rings go there too, with the new token.
       scale: factor of the output, K ** -0.5 by default.
       use_qk_l2norm: replaces q and k by x * rsqrt(sum(x^2) + 1e-6), in float32.
       allow_neg_eigval: beta = 2 sigmoid(b), or with w erase = 2 sigmoid(b).
       state_layout: "kv" or "vk".
-      null_slot: a slot that is padding like -1, for servers that keep one free (vLLM and tpu-inference keep slot 0).
+      null_slot: one more padding slot, next to -1, for servers that keep one free (vLLM, tpu-inference: slot 0).
       layer: index of the second axis of a pool [slots, layers, HO, K, V] that serves a whole model.
-      batch_invariant: a request's bits do not depend on the other requests of the call, nor on their number.
+      batch_invariant: makes the bits of a request independent of the other requests of the call and their number.
       implementation: "xla" (plain JAX) or "mosaic_gpu" (the kernels), run exactly or refused. None takes the
         kernels where they can run, else plain JAX.
 
@@ -115,8 +114,8 @@ def decode_packed(
 ) -> tuple[Float[Array, "B HV V"], Arrays]:
     """`decode` of queries, keys and values in one array, as `causal_conv1d_update` gives them. The pool is donated.
 
-    The kernel reads them where they lie. The widths of the heads are the pool's; what channels are left make the key
-    heads, and there are as many query heads.
+    The kernel reads the array without a copy. The pool gives the widths of the heads and the number of value heads;
+    the remaining channels are key heads and the same number of query heads.
 
     Args:
       qkv: [B, 2 Hk K + HV V], queries, keys and values of every request.
@@ -182,9 +181,9 @@ def verify(
       num_tokens: [N] integers from 0 to T, how many tokens of each request there are; the others are padding. By
         default all.
       parents: [N, T] integers for a tree of drafts: the token that each one follows, which comes before it; -1 for
-        the last accepted one. By default each follows the one before. A `RingPool` has to be made for trees. To
-        the kernels a token that does not follow the one before it costs the arithmetic of its ancestors again, so
-        branches are best passed one behind the other.
+        the last accepted one. By default each follows the one before. Make a `RingPool` with trees for them. Pass the
+        tokens of a branch in a row: a token that does not follow its neighbour makes the kernels compute its
+        ancestors again.
       scale, use_qk_l2norm, allow_neg_eigval, state_layout, null_slot, layer, batch_invariant, implementation: as for
         `decode`.
 

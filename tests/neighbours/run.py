@@ -48,7 +48,7 @@ NEIGHBOURS = {
     # keras-hub requires tensorflow-text for other backends and for its tokenizers; a layer needs neither.
     "keras_hub": Neighbour(
         "keras_hub_layer.py",
-        "keras==3.15.1 flax>=0.12.10 jaxtyping kagglehub regex tqdm",
+        "keras==3.15.1 flax>=0.12.10 jaxtyping kagglehub regex tokenizers tqdm",
         "keras-hub==0.32.0",
     ),
     "tokamax": Neighbour("tokamax_op.py", "tokamax[test]==0.0.17 flax>=0.12.10"),
