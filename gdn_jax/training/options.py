@@ -107,7 +107,7 @@ class SizeOptions:
     implementation: Implementation = "auto"
     """Implementation of the delta rules. auto: the fastest one that this device supports."""
     remat: Literal["none", "rule", "full"] = "none"
-    """What the backward pass recomputes to save memory. rule: all of a block but the rule. full: all of it."""
+    """Recomputation in the backward pass, to save memory. rule: all of a block but the rule. full: all of it."""
     matmul: Literal["default", "float8", "float8_e4m3"] = "default"
     """Dtype of the products of projections: the compute dtype, or FP8 with cotangents in E5M2 (float8) or in E4M3
     (float8_e4m3). FP8 is for GPUs of compute capability 9.0."""
