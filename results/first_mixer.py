@@ -30,7 +30,7 @@ from gdn_jax.training.tasks.batch import Batch
 FOLDER = Path(__file__).parent / "recall/first_mixer"
 RULES, SEEDS, STEPS, RATE = ("delta_net", "gated_delta_net", "linear_attention"), 5, 600, 0.005
 FACTORS = (0.5, 1.0, 2.0)
-FURTHER_RULES, FURTHER_SEEDS = ("delta_net",), 2
+FURTHER_SEEDS = 3
 PAIRS, FURTHER_PAIRS, BATCH, VOCABULARY = 8, 32, 32, 64
 ASKED, ROWS = 32, 256
 
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, rules, seeds, pairs in (
         ("runs", RULES, SEEDS, PAIRS),
-        ("further", FURTHER_RULES, FURTHER_SEEDS, FURTHER_PAIRS),
+        ("further", RULES, FURTHER_SEEDS, FURTHER_PAIRS),
     ):
         found = {"versions": versions(), "runs": [line for rule in rules for line in run(rule, seeds, pairs)]}
         write_text(folder / f"{name}.json", json.dumps(found, indent=1) + "\n")

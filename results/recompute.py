@@ -310,7 +310,7 @@ def of_first_mixer(rule: str, losses: str, *recalled: str) -> Checks:
 
 def of_further(head: list[str], row: list[str]) -> Checks:
     """A row of a table of models that are trained on more pairs: of Zoology's size, or small ones."""
-    if head[1] == "writes halved":
+    if head[1] == "rule":
         yield from of_small_further(*row)
         return
     runs = of_two_mixers("two" if row[0] == "64 pairs" else "far")
@@ -348,23 +348,23 @@ def of_orders(order: str, seed: str, *cells: str) -> Checks:
             yield f"{where}, by {by}, eighth {i + 1}", said, 100 * part
 
 
-def of_small_further(most: str, *cells: str) -> Checks:
+def of_small_further(most: str, rule: str, losses: str, *cells: str) -> Checks:
     """A row of the table of small models that are trained on more pairs."""
-    name = "runs" if most == "8 pairs" else "further"
-    runs = json.loads((ROOT / f"recall/first_mixer/{name}.json").read_text())["runs"]
-    runs = [run for run in runs if run["rule"] == "delta_net"]
+    where = f"README.md, finding 1, {rule}, small, trained up to {most}"
+    runs: list[dict] = []
+    for name in ("further", "runs"):
+        found = json.loads((ROOT / f"recall/first_mixer/{name}.json").read_text())["runs"]
+        runs = runs if runs and most == "32 pairs" else [run for run in found if run["rule"] == NAMES[rule]]
+    runs = runs[: len(numbers(losses))]
+    for run, said in zip(runs, numbers(losses), strict=True):
+        yield f"{where}, seed {run['seed']}, loss", said, run["loss"]
     for factor, cell in zip(("0.5", "1", "2"), cells, strict=False):
-        for run, said in zip(runs, numbers(cell), strict=False):
-            where = f"README.md, finding 1, trained up to {most}, writes times {factor}, seed {run['seed']}"
-            yield where, said, 32 * sum(run["place"][factor]) / len(run["place"][factor])
-    runs = runs[: len(numbers(cells[0]))]
-    places = zip(*(run["place"]["1"] for run in runs), strict=True)
-    for i, (said, part) in enumerate(zip(numbers(cells[3]), places, strict=True)):
-        yield (
-            f"README.md, finding 1, trained up to {most}, eighth {i + 1}",
-            said,
-            100 * statistics.fmean(part),
-        )
+        for run, said in zip(runs, numbers(cell), strict=True):
+            parts = run["place"][factor]
+            yield f"{where}, writes times {factor}, seed {run['seed']}", said, 32 * sum(parts) / len(parts)
+    for run, said in zip(runs, cells[3].split(", "), strict=True):
+        for printed, value in zip(said.split(" to "), (min, max), strict=True):
+            yield f"{where}, eighths of seed {run['seed']}", printed, 100 * value(run["place"]["1"])
 
 
 CHANGES = {

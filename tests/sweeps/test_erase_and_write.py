@@ -68,7 +68,7 @@ def test_no_seed_of_the_intervention_is_left_out():
     """`results.first_mixer`: each rule, seed and factor, and as many places in each."""
     made = {
         "runs": (first_mixer.RULES, first_mixer.SEEDS),
-        "further": (first_mixer.FURTHER_RULES, first_mixer.FURTHER_SEEDS),
+        "further": (first_mixer.RULES, first_mixer.FURTHER_SEEDS),
     }
     for name, (rules, seeds) in made.items():
         runs = json.loads((first_mixer.FOLDER / f"{name}.json").read_text())["runs"]
