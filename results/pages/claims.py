@@ -57,6 +57,8 @@ GDN = "Gated DeltaNet", "https://arxiv.org/abs/2412.06464"
 PRODUCT = "DeltaProduct", "https://arxiv.org/abs/2502.10297"
 KIMI = "Kimi Linear", "https://arxiv.org/abs/2510.26692"
 FACTORIAL = "FdXB4u27LD", "https://openreview.net/forum?id=FdXB4u27LD"
+MUON = "Muon is scalable", "https://arxiv.org/abs/2502.16982"
+PASSING = "Buitrago and Gu", "https://arxiv.org/abs/2507.02782"
 
 OF_NEEDLES = "1.3B language models, 100B tokens in rows of 4K, asked without training on the task"
 OF_KIMI = (
@@ -334,6 +336,46 @@ CLAIMS = (
             "30M": Comparison(
                 "Gated DeltaNet against a Transformer, 30M",
                 Arm("text/30m/controls*", "gated_delta_net"), Arm("text/30m/controls*", "transformer"), "validation",
+            ),
+        },
+        task="text",
+    ),
+    Claim(
+        "muon",
+        "In as many steps Muon comes to a lower loss than AdamW.",
+        Source(
+            *MUON, "abstract", "about twice the computational efficiency of AdamW",
+            "language models at compute-optimal sizes, with updates of matrices as large as AdamW's",
+        ),
+        differs=LITTLE_TEXT,
+        here="Both optimisers have updates of one size, so both were tried at the same three learning rates, by one seed. "
+        "Embeddings, convolutions, gates and norms have AdamW in either case. Steps are compared, not seconds.",
+        decided="A learning rate, or a longer training, at which AdamW reaches the loss of Muon.",
+        comparisons={
+            "Gated": Comparison(
+                "Gated DeltaNet, Muon against AdamW, 30M",
+                Arm("text/30m/muon", "gated_delta_net"), Arm("text/30m/adamw", "gated_delta_net"), "validation",
+            ),
+        },
+        task="text",
+    ),
+    Claim(
+        "passing",
+        "A few steps that go on from the states of other rows make a rule read far past its training length.",
+        Source(
+            *PASSING, "abstract", "500 steps take models from 2k tokens to 128k",
+            "state passing after the training, about a thousandth of its budget",
+        ),
+        differs="small models, rows of 256 bytes, the last tenth of the steps",
+        here="Small models of Python source, rows of 256 bytes, 1500 steps, of which the last 150 pass states in one arm. The "
+        "two rules without a decay were chosen before these runs: in a pilot on a CPU they alone lost past their "
+        "training length. States come from the row before in the same batch, where the paper takes those of the step "
+        "before.",
+        decided="A rule that loses past its training length and gains nothing there from states that are passed.",
+        comparisons={
+            "DeltaNet": Comparison(
+                "DeltaNet, states passed against not, places 32768 to 65536",
+                Arm("text/rows/passed", "delta_net"), Arm("text/rows/own", "delta_net"), 65536,
             ),
         },
         task="text",

@@ -1,7 +1,10 @@
 """tasks/text.md: Python source, byte by byte."""
 
-from results.pages.markdown import differences, page_of, prose, sweep_table, sweep_tables
+from gdn_jax.training.mixers import MIXERS
+from results.pages.markdown import differences, gain_of, page_of, prose, sweep_table, sweep_tables, table
 from results.pages.numbers import Numbers, half_life
+from results.pages.stored import Arm
+from results.pages.verdicts import Comparison
 
 PLACES = ["validation", 256, 2048, 4096, 16384]
 OTHERS = ["linear_attention", "mamba2", "delta_net", "softmax_attention", "hybrid"]
@@ -144,6 +147,67 @@ def write_starts(r: Numbers) -> list[str]:
     ]
 
 
+def over(r: Numbers, of: str, than: str, mixers: list[str], at: list[int | str]) -> str:
+    """Gains of one sweep's runs over those of another one, mixer by mixer."""
+    rows = []
+    for size in at:
+        found = [Comparison("", Arm(of, mixer), Arm(than, mixer), size).outcome(r) for mixer in mixers]
+        rows.append([str(size), *(f"{gain_of(x, 3)} (n={len(x.gains)})" for x in found if x is not None)])
+    return table(["gain", *(MIXERS[mixer].label for mixer in mixers)], rows)
+
+
+def muon(r: Numbers) -> list[str]:
+    mixer, sweeps, gains = "gated_delta_net", ("text/30m/adamw", "text/30m/muon"), r.gains("muon.Gated")
+    rates = " and ".join(r.grid(Arm(sweep, mixer)) for sweep in sweeps)
+    return [
+        "## Muon and AdamW",
+        prose("""
+        Muon makes the update of every matrix orthogonal. Its updates are scaled to the size of AdamW's, so
+        both optimisers try the same learning rates, with the first of five seeds; the text, the batches and
+        the initial weights of a seed are the same. First AdamW, then Muon:
+        """),
+        *(sweep_table(r, sweep) for sweep in sweeps),
+        "Muon over AdamW, in bits:",
+        over(r, *reversed(sweeps), [mixer], PLACES),
+        prose(f"""
+        In validation, with Muon, Gated DeltaNet is {r.told("muon.Gated")}; Muon is ahead in
+        {sum(x > 0 for x in gains)} of {len(gains)} seeds. Learning rates, AdamW's and then Muon's: {rates}.
+        Steps are compared here: a step of Muon takes longer, by the products that make its updates orthogonal.
+        The hybrid's runs with AdamW were cut short, so no number stands next to its runs with Muon.
+        """),
+    ]
+
+
+def passed_states(r: Numbers) -> list[str]:
+    sweeps, steps = ("text/rows/own", "text/rows/passed"), r.option("text/rows/passed", "passed_steps")
+    mixers, sizes = r.option(sweeps[0], "mixers"), r.option(sweeps[0], "test_lengths")
+    first, longest = sizes[0], sizes[-1]
+
+    def lost(mixer: str) -> str:
+        own, passed = (r.mean(sweep, mixer, longest) - r.mean(sweep, mixer, first) for sweep in sweeps)
+        return f"{MIXERS[mixer].label} {own:+.3f} and {passed:+.3f}"
+
+    return [
+        "## States of other rows",
+        prose(f"""
+        Training rows begin with empty states, so a model may never have met the states that it has after many
+        rows. Small models ({r.parameters(sweeps[0], "delta_net") / 1e6:.1f} million parameters) are trained
+        on rows of {first} bytes, and asked for rows of up to {longest}. In the second sweep the last {steps}
+        of {r.option(sweeps[0], "steps")} steps go on from the states after the row before
+        (`gdn sweep --passed-steps`); all else is equal.
+        """),
+        *(sweep_table(r, sweep) for sweep in sweeps),
+        "States passed over not, in bits:",
+        over(r, *reversed(sweeps), mixers, ["validation", *sizes]),
+        prose(f"""
+        At the longest rows, with states passed, DeltaNet is {r.told("passing.DeltaNet")}. The runs of linear
+        attention and of Mamba2's decay were cut short. From rows of {first} bytes to rows of {longest} the bits of a byte change,
+        without states that are passed and with them, by: {"; ".join(map(lost, mixers))}. The places hold
+        different text, so a change of all rules alike is the text's.
+        """),
+    ]
+
+
 def limits(r: Numbers) -> list[str]:
     def million(count: float) -> str:
         return f"{count / 1e6:.1f}"
@@ -169,5 +233,15 @@ def limits(r: Numbers) -> list[str]:
 
 def page(r: Numbers) -> str:
     """The page."""
-    sections = (opening, parameters_30m, five_seeds, parameters_100m, controls, write_starts, limits)
+    sections = (
+        opening,
+        parameters_30m,
+        five_seeds,
+        parameters_100m,
+        controls,
+        write_starts,
+        muon,
+        passed_states,
+        limits,
+    )
     return page_of("Text", r, sections)
