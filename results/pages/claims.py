@@ -369,7 +369,7 @@ CLAIMS = (
         differs="small models, rows of 256 bytes, the last tenth of the steps",
         here="Small models of Python source, rows of 256 bytes, 1500 steps, of which the last 150 pass states in one arm. The "
         "two rules without a decay were chosen before these runs: in a pilot on a CPU they alone lost past their "
-        "training length. States come from the row before in the same batch, where the paper takes those of the step "
+        "training length. The runs of linear attention were cut short. States come from the row before in the same batch, where the paper takes those of the step "
         "before.",
         decided="A rule that loses past its training length and gains nothing there from states that are passed.",
         comparisons={
