@@ -166,7 +166,7 @@ def _by_kernel(sizes, xs, weights, ids, *, heads, width, normalize, implementati
     shard = jax.ShapeDtypeStruct((B, T // sizes[CONTEXT], D // parts), xs[0].dtype)
     filters = jax.ShapeDtypeStruct((D // parts, weights[0].shape[1]), weights[0].dtype)
     reason = kernel.check_supported(shard, filters, heads // parts, width)
-    if not usable(implementation, part="the short convolution", reason=reason):
+    if not usable(implementation, kernel, part="the short convolution", reason=reason):
         return None
     how = (heads // parts, width, normalize, sizes[CONTEXT] > 1)
     return _kernel_over_tokens(ShardAxes(rows, HEAD), how, tuple(xs), tuple(weights), ids)

@@ -31,7 +31,7 @@ def channel_gates(
     """
     from pallas_kernels.layer import channel_gates as kernels
 
-    if usable(implementation, part="the gate of each channel", reason=kernels.check_supported(f)):
+    if usable(implementation, kernels, part="the gate of each channel", reason=kernels.check_supported(f)):
         A_log = jnp.zeros(f.shape[2], dt_bias.dtype) if A_log is None else A_log
         names, sizes = _axes(f)
         operands = (names, *_of_heads(names))

@@ -29,7 +29,8 @@ def embed(
     """
     from pallas_kernels.layer import embedding as kernel
 
-    if usable(implementation, part="the embedding's gradient", reason=kernel.check_supported(embedding)):
+    reason = kernel.check_supported(embedding)
+    if usable(implementation, kernel, part="the embedding's gradient", reason=reason):
         names, sizes = token_axes(jax.ShapeDtypeStruct((*tokens.shape, 1), embedding.dtype), 1)
         operands = (". .", names.removesuffix(" ."))
         return on_explicit_shards(partial(_embed, None), (embedding, tokens), operands, names, sizes)

@@ -117,7 +117,7 @@ def takes(
     o = jax.ShapeDtypeStruct((*x.shape[:2], mixer.v_heads, mixer.v_width), mixer.dtype)
     reason = short_conv.check_supported(c, filters, mixer.keys.heads, mixer.keys.width)
     reason = reason or gated_norm.check_supported(o, mixer.channels)
-    return reason is None and usable(implementation)
+    return reason is None and usable(implementation, gated_norm)
 
 
 def side_by_side(mixer: Mixer, before: Sequence[Array], gate: Float[Array, "D F"]) -> Float[Array, "D C"]:

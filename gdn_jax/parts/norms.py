@@ -50,7 +50,7 @@ def add_norm(
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     from pallas_kernels.layer import norm
 
-    if usable(implementation, part="the norm of the stream", reason=norm.check_supported(x)):
+    if usable(implementation, norm, part="the norm of the stream", reason=norm.check_supported(x)):
         names, sizes = _norm_axes(x)
         call = partial(_add_norm, _Norm(eps, dtype))
         return on_explicit_shards(call, (x, y, weight), (names, names, "."), (names, names), sizes)
@@ -101,7 +101,7 @@ def gated_norm(
         raise ArgumentError("gate", f"the shape of o, {o.shape}", gate.shape)
     check_choice("activation", activation, tuple(_ACTIVATIONS))
     projection = None if projection is None else projection.astype(o.dtype)
-    if usable(implementation, part="the gated norm", reason=kernels.check_supported(o)):
+    if usable(implementation, kernels, part="the gated norm", reason=kernels.check_supported(o)):
         names, sizes = _head_axes(o, gate)
         result = names
         if projection is not None:
@@ -135,7 +135,7 @@ def gated_norm_of_channels(
     (H, V), leading, static = o.shape[-2:], o.shape[:-2], GatedNorm(eps, activation)
     projection = None if projection is None else projection.astype(o.dtype)
     reason = kernels.check_supported(o, channels.shape[-1])
-    if usable(implementation, part="the gated norm", reason=reason):
+    if usable(implementation, kernels, part="the gated norm", reason=reason):
         return _gated_norm(static, o, channels.reshape(*leading, -1, V), weight, projection)
     return plain_gated_norm(static, o, channels[..., -H * V :].reshape(o.shape), weight, projection)
 

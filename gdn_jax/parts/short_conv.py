@@ -56,7 +56,7 @@ def short_conv(
     others = {"a bias": bias, "an initial state": initial_state, "cu_seqlens": cu_seqlens}
     reasons = [f"{name}; the kernel takes none" for name, array in others.items() if array is not None]
     reason = reasons[0] if reasons else kernel.check_supported(x, weight, heads, width)
-    if usable(implementation, part="the short convolution", reason=reason):
+    if usable(implementation, kernel, part="the short convolution", reason=reason):
         fresh = None if segment_ids is None else segment_starts(segment_ids).astype(jnp.int32)
         how = KeyHeads(heads, width, normalize)
         args, sizes = (x, weight, fresh), {"b": x.shape[0]}

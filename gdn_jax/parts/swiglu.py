@@ -78,6 +78,7 @@ def swiglu(
       rounded to x's dtype; their product is in float32 (float64 when x is), rounded once. The cotangent of that
       product is rounded too where XLA multiplies.
     """
+    from pallas_kernels.layer import swiglu as kernel
     from pallas_kernels.layer import swiglu_product
 
     given, x = x, array_of(x)
@@ -88,7 +89,8 @@ def swiglu(
         is_plain and usable(implementation, swiglu_product) and _check_supported(True, x, F, E) is None
     )
     reason = None if in_products else _check_supported(False, x, F, E)
-    if math.prod(x.shape[:-1]) > FEW_ROWS and usable(implementation, part="the SwiGLU", reason=reason):
+    many = math.prod(x.shape[:-1]) > FEW_ROWS
+    if many and usable(implementation, kernel, part="the SwiGLU", reason=reason):
         if not is_plain:
             return _multiplied_by(product, given, gate_kernel, up_kernel, down_kernel)
         group = _group(in_products)

@@ -109,7 +109,7 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
     reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
     reason = reason or step.check_supported(q, q, v, token.state)
-    return usable(implementation, part="the step of a token", reason=reason)
+    return usable(implementation, step, part="the step of a token", reason=reason)
 
 
 @token_op

@@ -22,7 +22,7 @@ def takes(q, k, v, a, b, A_log, dt_bias, state, implementation: str | None) -> b
     if any(x.dtype == jnp.float64 for x in (q, k, v, a, b, A_log, dt_bias)):
         return False
     reason = step.check_supported(q, k, v, state)
-    return usable(implementation, part="the step of a token", reason=reason)
+    return usable(implementation, step, part="the step of a token", reason=reason)
 
 
 def token_step(

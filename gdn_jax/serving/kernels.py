@@ -128,13 +128,20 @@ def reason(pool: Pool, kernel: Any, tokens: Raw | None = None) -> str | None:
         return "a gate is float64; the kernels compute in float32"
     if varies(pool):
         return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
-    return device_reason(kernel)
+    return device_reason(kernel, several=tokens is not None and tokens.q.ndim == 4)
 
 
-def device_reason(kernel: Any) -> str | None:
+def device_reason(kernel: Any, *, several: bool = False) -> str | None:
+    """Why JAX's default device cannot run a kernel, from its module; None if it can.
+
+    Args:
+      several: whether each request has several tokens, of which there may be many in shared memory.
+    """
     from pallas_kernels.device import launch
+    from pallas_kernels.device.needs import Needs
 
-    return None if interpreter.get() is not None else launch.device_reason(kernel.NEEDS)
+    needs = kernel.NEEDS | (Needs.LARGE if several else Needs.NOTHING)
+    return None if interpreter.get() is not None else launch.device_reason(needs)
 
 
 def varies(pool: Pool) -> bool:

@@ -29,6 +29,11 @@ def note() -> str | None:
         return None
     if (name := rule_implementation()) == "chunked":
         return f"note: plain JAX, without kernels: {reason}"
+    from pallas_kernels.layer import norm
+
     if usable(None):
         return f"note: the rule by the kernels of {name}, and no kernels by wgmma: {reason}"
+    if usable(None, norm):
+        fitting = "layers and single tokens by kernels that fit into 99 KB of shared memory"
+        return f"note: the rule by the kernels of {name}, {fitting}: {reason}"
     return f"note: the rule by the kernels of {name}, all else in plain JAX: {reason}"

@@ -8,12 +8,13 @@ K] f32, do, dv and u [places, HO V], h and dh [chunks HO V, K].
 Outputs (GMEM): dq, dk, de (where e is given) [places, HO K] in k's dtype, of each output head; dg [places, HO K] f32;
 dv . u, k . late and k . dk [chunks HO, C] f32.
 Grid: one CTA of one warpgroup for each (chunk, output head). It walks over its channels, 16 at a time.
-Shared memory: `_memory`, 99 KB at K = V = 128.
+Shared memory: `_memory`, 98 KB at K = V = 128.
 Hardware: compute capability 8.0 and later. Limits: bfloat16; K and V 64 or 128.
 Source: `backward.channel_gradients`.
 """
 
 import functools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,9 @@ from pallas_kernels.device.mma import STEP, SWIZZLE, MmaDevice
 DO, DV, U = range(3)
 """Places of the tiles of values."""
 
+DECAYS = 2
+"""Arrays of decays of blocks of 16 tokens."""
+
 NARROW = 2 * WIDTH
 """Bytes over which tiles of a step are swizzled."""
 
@@ -52,8 +56,7 @@ def _memory(V: int, dtype) -> Memory:
         "far": Buffer((2, CHUNK, HALF), dtype, swizzle=64),
         "gates": Buffer((1, 8, CHUNK, BLOCK), dtype, swizzle=NARROW),
         "operands": Buffer((1, 2, CHUNK, WIDTH), dtype, swizzle=NARROW),
-        "decays": Buffer((1, 2, block_rows.BLOCKS, WIDTH)),
-        "totals": Buffer((1, TOTALS, block_rows.BLOCKS, WIDTH)),
+        "of_blocks": Buffer((1, DECAYS + TOTALS, block_rows.BLOCKS, WIDTH)),
     }
 
 
@@ -79,7 +82,9 @@ class _Cta:
     """All that the warpgroup knows."""
 
     def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
-        self.gmem, self.smem, self.sizes, self.dev = gmem, smem, sizes, MmaDevice(interpreted)
+        self.gmem, self.sizes, self.dev = gmem, sizes, MmaDevice(interpreted)
+        decays, totals = smem.of_blocks.at[:, 0:DECAYS], smem.of_blocks.at[:, DECAYS : DECAYS + TOTALS]
+        self.smem = SimpleNamespace(**vars(smem), decays=decays, totals=totals)
         self.dtype, self.erases = gmem.k.dtype, gmem.e is not None
         self.item = grid_index()
         """Number of the chunk and output head."""

@@ -45,7 +45,7 @@ from pallas_kernels.decode.walk import Unit
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 WARPGROUPS = {True: 3, False: 2}
 """Warpgroups of `channel_drafts` with states [K, V] and [V, K]. With one more each, the registers of four tokens

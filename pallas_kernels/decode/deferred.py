@@ -48,7 +48,7 @@ from pallas_kernels.decode.walk import Here, Unit, launch_walk, walk
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 
 def memory(sizes: Sizes, config: Config, state_dtype: Any, ring_dtype: Any, kind: type[Cta] = Cta) -> Memory:

@@ -41,7 +41,7 @@ from pallas_kernels.decode.walk import Here, Unit, accepted_count, launch_walk, 
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 MAX_TOKENS = 4
 """T: products of two vectors of each token with a state are summed in registers."""

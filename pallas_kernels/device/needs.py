@@ -9,10 +9,15 @@ import enum
 class Needs(enum.Flag):
     """Features that only some GPUs have."""
 
+    NOTHING = 0
+    """Only what every GPU of the list has."""
+
     MMA = enum.auto()
     """mma.sync, ldmatrix and cp.async."""
     TMA = enum.auto()
-    """Bulk copies, mbarriers and clusters, and the shared memory of a data-centre GPU."""
+    """Bulk copies, mbarriers, clusters, and the fence between plain stores and these copies."""
+    LARGE = enum.auto()
+    """More than the 99 KB of shared memory that every GPU of the list has for a CTA: 227 KB."""
     WGMMA = enum.auto()
     """Products of a whole warpgroup, with operands in shared memory."""
 
@@ -21,13 +26,12 @@ HAS = {
     "8.0": Needs.MMA,
     "8.6": Needs.MMA,
     "8.9": Needs.MMA,
-    "9.0": Needs.MMA | Needs.TMA | Needs.WGMMA,
-    "10.0": Needs.MMA | Needs.TMA,
-    "10.3": Needs.MMA | Needs.TMA,
-    "12.0": Needs.MMA,
+    "9.0": Needs.MMA | Needs.TMA | Needs.LARGE | Needs.WGMMA,
+    "10.0": Needs.MMA | Needs.TMA | Needs.LARGE,
+    "10.3": Needs.MMA | Needs.TMA | Needs.LARGE,
+    "12.0": Needs.MMA | Needs.TMA,
 }
-"""Compute capability -> what our kernels may use there. They were compiled for each of these, and run on 9.0 alone.
-12.0 has bulk copies too, but 99 KB of shared memory, and nobody has compiled those kernels for it."""
+"""Compute capability -> what our kernels may use there. They were compiled for all of these, and run on 9.0 alone."""
 
 
 def capabilities(needs: Needs) -> tuple[str, ...]:

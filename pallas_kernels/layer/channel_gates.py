@@ -26,7 +26,7 @@ from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 BLOCK = 1024
 """Numbers of a block: 8 a thread."""

@@ -57,7 +57,7 @@ from pallas_kernels.layer.dense_stages import (
     add_parts,
 )
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 REDUCTION_BYTES = 16
 

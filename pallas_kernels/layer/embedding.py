@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.needs import Needs
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 AHEAD = 8
 """Rows that are read before the first is added."""

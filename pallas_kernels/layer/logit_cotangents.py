@@ -25,7 +25,7 @@ from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.tiles import COLUMNS
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 HEIGHTS = (16, 8)
 """Rows of a block: the most that divide T."""

@@ -30,7 +30,7 @@ from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 CTAS_PER_SM = 4
 """CTAs for each multiprocessor: as many as their registers allow."""

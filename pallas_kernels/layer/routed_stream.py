@@ -68,7 +68,7 @@ from pallas_kernels.layer.routed_stages import (
     makers,
 )
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 WIDEST = 2304
 """Widest row, that of Kimi Linear. Of 3072 numbers the experts of a softmax were wrong on an H200, and right in the

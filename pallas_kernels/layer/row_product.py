@@ -35,7 +35,7 @@ from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, s
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer.made_rows import BYTES, WIDEST, Heads, Row, Stream
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 MANY_TILES = 4
 """Tiles of a CTA from which on two warpgroups share them."""

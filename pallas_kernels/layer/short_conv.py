@@ -37,7 +37,7 @@ from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 WIDTH = 4
 """Taps."""

@@ -23,7 +23,7 @@ from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 GROUP = 16
 """Numbers of a, or of b, that lie together: 32 bytes, of which memory is read in whole."""

@@ -44,7 +44,7 @@ from pallas_kernels.token.plan import Plan, plan_of
 from pallas_kernels.token.projections import Alone, Projections
 from pallas_kernels.token.rooms import CHUNK, WARPGROUPS, WIDEST
 
-NEEDS = Needs.TMA
+NEEDS = Needs.TMA | Needs.LARGE
 
 FEWEST_CTAS = NUM_SMS // 2
 """With fewer of them the kernels of today, which have CTAs on all multiprocessors, read faster."""

@@ -318,29 +318,29 @@ CALLS: dict[str, Call] = {
         routed_stream_call,
         "bf16[1,1536] bf16[1,1536] f32[1536] f32[128,1536] f32[128] bf16[128,1536,1024] bf16[128,512,1536] "
         "bf16[1536,512] bf16[1536,512] bf16[512,1536]",
-        Needs.TMA,
+        Needs.TMA | Needs.LARGE,
     ),
     "experts that a row chooses, qwen3.5-35b-a3b": call(
         partial(softmax_stream_call, per_token=8),
         "bf16[1,2048] bf16[1,2048] f32[2048] bf16[257,2048] bf16[256,2048,1024] bf16[256,512,2048] "
         "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
-        Needs.TMA,
+        Needs.TMA | Needs.LARGE,
     ),
     "experts that a row chooses, qwen3-next-80b-a3b": call(
         partial(softmax_stream_call, per_token=10),
         "bf16[1,2048] bf16[1,2048] f32[2048] bf16[513,2048] bf16[512,2048,1024] bf16[512,512,2048] "
         "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
-        Needs.TMA,
+        Needs.TMA | Needs.LARGE,
     ),
     "second half of a row": call(
         partial(dense_stream, eps=1e-6),
         "bf16[1,1024] bf16[1,1024] f32[1024] bf16[7168,1024] bf16[3584,1024]",
-        Needs.TMA,
+        Needs.TMA | Needs.LARGE,
     ),
     "second half of a row, qwen3.5-4b": call(
         partial(dense_stream, eps=1e-6),
         "bf16[1,2560] bf16[32,2560] f32[2560] bf16[18432,2560] bf16[9216,2560]",
-        Needs.TMA,
+        Needs.TMA | Needs.LARGE,
     ),
     **BATCH_CALLS,
     "row of a stream": call(

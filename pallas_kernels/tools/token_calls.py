@@ -33,7 +33,7 @@ def head_layer_call(H: int, HV: int, D: int, K: int = 128) -> Call:
         f"f32[1,{HV},{K},{K}] f32[{K}] bf16[{D},{HV * K}] f32[{HV}] f32[{HV}]"
     )
     rule = Rule(HeadDecay(), False, 1e-6, "silu")
-    return call(partial(delta_layer_call, places, rule), arrays, Needs.TMA)
+    return call(partial(delta_layer_call, places, rule), arrays, Needs.TMA | Needs.LARGE)
 
 
 TOKEN_CALLS: dict[str, Call] = {
@@ -41,7 +41,7 @@ TOKEN_CALLS: dict[str, Call] = {
         partial(delta_layer_call, *CHANNEL_LAYER),
         "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4] f32[1,16,128,128] f32[128] "
         "bf16[1536,2048] f32[16] f32[16,128]",
-        Needs.TMA,
+        Needs.TMA | Needs.LARGE,
     ),
     "layer of a token, 0.4b": head_layer_call(8, 8, 1024),
     "layer of a token, qwen3.5-0.8b": head_layer_call(16, 16, 1024),

@@ -45,9 +45,20 @@ REASON = "compute capability {}; these kernels need 9.0"
 MMA_REASON = "compute capability {}; the kernels by mma.sync need 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 or 12.0"
 
 
-SPILLED = {f"verify on a ring, T 4, {of}" for of in ("vk", "int8", "vk, int8")}
-SPILLED |= {"decode deferred, int8", "layer of a token, qwen3.5-4b"}
-"""Calls whose kernels spill up to 80 bytes of registers on 10.0: those of drafts and of a layer do so on 9.0 too."""
+BY_CHANNELS = {f"mma by channels, {of}: mma_channel_gradients" for of in ("pairs", "kv, K 64, V 64")}
+BY_CHANNELS |= {
+    f"mma by channels, {of}, {which}: mma_channel_{kernel}"
+    for of, which in (("erase", "packed"), ("segments", "erase"))
+    for kernel in ("prepare", "gradients")
+}
+SPILLED = {
+    "10.0": {f"verify on a ring, T 4, {of}" for of in ("vk", "int8", "vk, int8")}
+    | {"decode deferred, int8", "layer of a token, qwen3.5-4b"}
+    | BY_CHANNELS,
+    "12.0": {"routing, 256 experts"} | BY_CHANNELS,
+}
+"""Calls whose kernels spill up to 88 bytes of registers, by compute capability: those of drafts, of a layer and of
+gradients by channels do so on 9.0 too."""
 
 
 def pretend(monkeypatch, capability: str) -> None:
@@ -164,15 +175,34 @@ def test_without_wgmma(monkeypatch):
     assert usable(None, cross_entropy)
 
 
+def test_without_much_shared_memory(monkeypatch):
+    """On 12.0 kernels of layers and of single tokens that fit into 99 KB, and no others; below 9.0 none of them."""
+    x, w = jnp.ones((4096, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
+    head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
+    verified = {name: x for name, x in head.items() if name != "read_slots"}
+    verified |= dict(state_slots=jnp.arange(8).reshape(2, 4) % 4, num_accepted_tokens=jnp.ones(2, jnp.int32))
+    drafts = [y[:, :4] for y in (*tokens()[:3], *[tokens()[3]] * 2)]
+    for capability, one in (("12.0", 1), ("8.9", 0)):
+        pretend(monkeypatch, capability)
+        assert not usable(None)
+        assert kernels_of(partial(add_norm, weight=None, eps=1e-6), x, x) == one
+        assert kernels_of(swiglu, x, w, w, w) == one
+        assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == one
+        assert not kernels_of(partial(serving.verify, **verified), *drafts, pool)
+
+
 @pytest.mark.slow
-def test_kernels_without_wgmma_compile_for_10_0():
-    """All of them, and those by mma.sync, without spilled registers, where gcc and ptxas are."""
-    lines = ptxas_report("--capability", "10.0").splitlines()[1:]
+@pytest.mark.parametrize("capability", SPILLED)
+def test_kernels_without_wgmma_compile(capability):
+    """All of them that a GPU gets, and those by mma.sync, without spilled registers, where gcc and ptxas are."""
+    lines = ptxas_report("--capability", capability).splitlines()[1:]
     found = [re.fullmatch(r"(.*?) +(\d+) +(\d+) +(\d+) *", line) for line in lines]
     assert all(found), lines
     names = {line[1] for line in found if line}
-    assert {"mma, pairs: mma_outputs", "decode", "norm", "swiglu", "layer of a token"} <= names
-    assert {line[1] for line in found if line and line[3] != "0"} == SPILLED
+    assert {"mma, pairs: mma_outputs", "decode", "norm", "swiglu"} <= names
+    assert ("layer of a token" in names) == (capability == "10.0")
+    assert {line[1] for line in found if line and line[3] != "0"} == SPILLED[capability]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +268,8 @@ def test_training_says_why(monkeypatch):
     assert kernels.note() == told
     pretend(monkeypatch, "7.5")
     assert kernels.note() == f"note: plain JAX, without kernels: {REASON.format('7.5')}"
+    pretend(monkeypatch, "12.0")
+    assert "single tokens by kernels that fit" in str(kernels.note())
     pretend(monkeypatch, "10.3")
     told = f"note: the rule by the kernels of mosaic_mma, and no kernels by wgmma: {REASON.format('10.3')}"
     assert kernels.note() == told
