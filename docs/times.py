@@ -126,6 +126,7 @@ def section(
     Args:
       label: the first cell of a result; None leaves it out.
       head: the name of the first column.
+      columns: of each device; one that no result has is left out.
     """
     some = [device for device in of if part in device.parts]
     rows: dict[str, list[str]] = {}
@@ -139,7 +140,9 @@ def section(
             cells[begin : begin + len(columns)] = [cell(device, result) for _, cell in columns]
     if not rows:
         return []
-    heads = [head, *(f"{device.name}: {name}" for device in some for name, _ in columns)]
+    heads = [f"{device.name}: {name}" for device in some for name, _ in columns]
+    kept = [i for i in range(len(heads)) if any(cells[i] for cells in rows.values())]
+    heads = [head, *(heads[i] for i in kept)]
     caption = "; ".join(device.source(part) for device in some)
     return [
         f"## {title}",
@@ -148,7 +151,7 @@ def section(
         "",
         f"| {' | '.join(heads)} |",
         f"|---|{'---:|' * (len(heads) - 1)}",
-        *(f"| {' | '.join((name, *cells))} |" for name, cells in rows.items()),
+        *(f"| {' | '.join((name, *(cells[i] for i in kept)))} |" for name, cells in rows.items()),
         "",
         f"*{caption}.*",
         "",
@@ -323,7 +326,8 @@ def short(of: list[Device]) -> str | None:
     return "\n".join(
         [
             f"Milliseconds of one call on an {device.kind}, {device.parts['forward']['date']}: 16 key heads,",
-            f"32 value heads, K = V = 128, bfloat16. {star}The geometric mean of the ratios is {mean:.2f}.",
+            "32 value heads, K = V = 128, bfloat16, lengths known while tracing.",
+            f"{star}The geometric mean of the ratios is {mean:.2f}.",
             "`gdn bench all --json FILE` measures this, and more, in five minutes.",
             "",
             "| pass | sequences | gdn-jax | fastest other library | ratio |",

@@ -38,11 +38,6 @@ weights = [jnp.asarray(w) for w in layer.trainable_variables]
 cache = (jnp.zeros((2, 2 * 2 * 16 + 4 * 8, 3)), jnp.zeros((2, 4, 16, 8)))
 
 
-def forward(weights, x):
-    """Outputs of a batch without padding."""
-    return layer.stateless_call(weights, layer.non_trainable_variables, x)[0]
-
-
 def prefill(x, mask=None):
     """A prompt into a cache: its outputs, and the window and state after it."""
     return layer(x, attention_mask=mask, cache=cache)
@@ -50,6 +45,10 @@ def prefill(x, mask=None):
 
 def results():
     """Outputs and gradients of a batch, then a prompt and two tokens by the cache."""
+
+    def forward(weights, x):  # a new function, so that no earlier trace is found
+        return layer.stateless_call(weights, layer.non_trainable_variables, x)[0]
+
     y, vjp = jax.vjp(jax.jit(forward), weights, x)
     after = prefill(x)
     found = [y, after]
