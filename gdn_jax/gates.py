@@ -72,7 +72,7 @@ def channel_log_decay(
     Args:
       f: raw gate input [.., H, K] of any floating dtype and range.
       A_log: logarithm of the rate of each head [H]; None for 0.
-      dt_bias: bias of each channel [H, K].
+      dt_bias: bias for each channel [H, K].
       lower_bound: the strongest log decay of a token, below 0; -5 in released models.
       bound: how g comes to the lower bound; without one it has no effect.
 

@@ -97,7 +97,7 @@ def linear_softmax_cross_entropy(
       of the gradients, and so is, with the kernel, what it is made of, but for the target's number. float32: products
       with precision HIGHEST. Softmax and sums are float32 (float64 for float64 x); dW is summed over the tiles in it
       and rounded to weight's dtype at the end. The same bits in every call, for a tile.
-    Source: the one-pass gradient is that of Liger's `fused_linear_cross_entropy`.
+    Source: the one-pass gradient of Liger's `fused_linear_cross_entropy`.
     """
     _check(x, weight, targets, label_weights, z_loss, tile)
     dtype = accumulation_dtype(x)

@@ -325,7 +325,7 @@ def check_packing(B: int, T: int, cu_seqlens: Any, segment_ids: Any) -> int:
 
 
 def changes_segment(segment_ids: SegmentIds, first: bool = False) -> Bool[Array, "B T"]:
-    """Marks the tokens whose segment is another than that of the token before; `first` is for a row's first token."""
+    """Marks the tokens whose segment differs from the one before; `first` is for a row's first token."""
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=first)
 

@@ -106,7 +106,7 @@ def jax_ar_gated_delta_rule(
 ) -> tuple[Float[Array, "B 1 HV V"], States]:
     """MaxText's `jax_ar_gated_delta_rule`: one token of every row.
 
-    Args: those of `jax_chunk_gated_delta_rule` with T = 1; initial_state is not None.
+    Args: as for `jax_chunk_gated_delta_rule`, with T = 1; initial_state is not None.
 
     Returns:
       o [B, 1, HV, V] in query's dtype, and the new state in float32.

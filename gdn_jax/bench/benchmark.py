@@ -24,7 +24,7 @@ from gdn_jax.commands.versions import versions
 
 
 class Result(NamedTuple):
-    """One line: what is timed, its time, the numbers beside it and the errors before it.
+    """One line: the case, its time, the numbers next to it and the errors before it.
 
     failure: why there is no time.
     """
@@ -110,7 +110,7 @@ class Benchmark:
         check(self)
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
-        """The cases in the order in which they are timed; note is told what else a reader should know."""
+        """The cases in the order in which they are timed; note takes remarks for the reader."""
         raise NotImplementedError
 
     def report(self, results: list[Result], width: int | None) -> str:
@@ -135,7 +135,7 @@ def run(benchmark: Benchmark, console: Console, progress: Console, first_notes: 
     Args:
       console: takes the table, as text that fits its width on a terminal, else as Markdown.
       progress: takes a line for each result and each note as soon as it is there.
-      first_notes: lines behind the table, before those of the cases.
+      first_notes: lines after the table, before the notes of the cases.
 
     Raises:
       RunError: an option does not fit.

@@ -56,7 +56,7 @@ class Line(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Steps of a period: as many as a ring takes, whose room is for all drafts of a step."""
+        """Steps of a period: the steps until a ring is full, with room for all drafts of a step."""
         return max(1, (self.write - self.tokens) // len(self.accepted) + 1)
 
 

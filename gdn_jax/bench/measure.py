@@ -40,12 +40,12 @@ class Timing(NamedTuple):
         return cls(float(np.median(times)), min(times), max(times), kernels)
 
     def over(self, parts: int) -> "Timing":
-        """The timing of one of so many equal parts of a call."""
+        """The timing of one of `parts` equal parts of a call."""
         return Timing(self.ms / parts, self.fastest / parts, self.slowest / parts, self.kernels)
 
 
 def measure(call: Callable[[], Any], repeats: int, calls: int = 1, kernels: str | None = None) -> Timing:
-    """Times calls: on a GPU single ones by their kernels, elsewhere so many in a row by the clock."""
+    """Times calls: on a GPU single ones by their kernels, elsewhere `calls` in a row by the clock."""
     return by_device(call, repeats, kernels) if on_gpu() else by_clock(call, repeats, calls)
 
 

@@ -47,7 +47,7 @@ class Product(NamedTuple):
 
 
 def parts(config: ModelConfig, rows: int, length: int) -> list[Part]:
-    """The parts of a model on so many rows of one length."""
+    """The parts of a model on rows of one length."""
     N, D, V, F = rows * length, config.hidden_size, config.vocab_size, config.mlp_size
     HK, HV = config.num_heads, config.num_v_heads or config.num_heads
     K, KV = config.head_dim, round(config.head_dim * config.expand_v)

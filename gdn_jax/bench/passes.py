@@ -145,7 +145,7 @@ def errors(expected: dict[str, np.ndarray], got: dict[str, Any]) -> dict[str, fl
 
 
 def miss(errors: dict[str, float], x: Inputs, dtype: str, slack: float = 1.0) -> str | None:
-    """The errors that are above their bounds; slack: these may be so many times larger."""
+    """The errors that are above their bounds; slack: factor on the bounds."""
     cancels = cancelling(x.g, x.k)
     return wrong(errors, {name: slack * bound(name, dtype, cancelling=cancels) for name in errors})
 
@@ -228,7 +228,7 @@ class Problem:
     def beside(self, result: Result, peers: dict[str, Timing]) -> Result:
         """The result with the fastest other library, published or timed here, and the hardware's floor.
 
-        Published times and the floor are those of Hopper: another GPU has neither.
+        Published times and the floor exist for Hopper only: another GPU has neither.
         """
         another_gpu = measure.on_gpu() and device_reason() is not None
         published = {} if another_gpu else self.row.times

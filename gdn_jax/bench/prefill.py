@@ -1,4 +1,4 @@
-"""Prompts over a pool of states beside the rule alone on the same tokens.
+"""Prompts over a pool of states, next to the rule alone on the same tokens.
 
 A call is one row of packed prompts of uneven lengths that go on from their slots of a pool, in place. The rule alone
 is `gated_delta_rule` from the same states outside of a pool, forward. Neither program knows the lengths, which change

@@ -32,7 +32,7 @@ class KernelTime(NamedTuple):
 
 
 def profile(run: Callable[[], Any], calls: int) -> ProfileData:
-    """Profile of the device while run() is called so many times."""
+    """Profile of the device during `calls` calls of run()."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def kernels(profile: ProfileData, device: int | None = None) -> list[Kernel]:
 
 
 def by_call(found: list[Kernel], calls: int) -> list[list[Kernel]]:
-    """Kernels of each of so many equal calls, none of which overlaps another.
+    """Kernels of each of `calls` equal calls, none of which overlaps another.
 
     Raises:
       ValueError: the calls do not have the same kernels.

@@ -150,7 +150,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(row: Row, dtype: str = "bfloat16", seed: int = 0) -> Inputs:
-    """Random arguments for one row, sequences packed [1, sum of lengths, ...]; dtype is that of q, k, v and do."""
+    """Random arguments for one row, sequences packed [1, sum of lengths, ...]; dtype applies to q, k, v and do."""
     return _inputs(row._replace(published=(), lengths=(sum(row.lengths), len(row.lengths))), dtype, seed)
 
 

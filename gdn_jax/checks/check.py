@@ -147,7 +147,7 @@ def compare(
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Runs every implementation that this device supports on the cases of these names; say is told what is next."""
+    """Runs the implementations that this device supports on these cases; say takes a line before each case."""
 
     @cache
     def compiled(implementation: str, options: tuple) -> Callable:  # once for cases of one shape

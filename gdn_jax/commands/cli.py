@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None, begins: Callable[[], object] = lambda: N
     0 done, 1 what was asked cannot be done, 2 misuse, 130 Ctrl-C.
 
     Args:
-      argv: the words after `gdn`; None: those of the process.
+      argv: the words after `gdn`; None: the words of the process.
       begins: called when everything is imported and the command begins.
     """
     argv = sys.argv[1:] if argv is None else argv

@@ -35,11 +35,11 @@ def parse(
 
     Args:
       cls: a dataclass.
-      argv: the words after the command; None: those of the process.
+      argv: the words after the command; None: the words of the process.
       prog: name of the command.
       default: values of what is not given.
       description: text above the options in --help.
-      helped_by: name of the command whose --help has these options; None: that of the command.
+      helped_by: name of the command whose --help has these options; None: the command itself.
 
     Raises:
       Usage: in one line, what is wrong.

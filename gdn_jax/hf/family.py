@@ -40,7 +40,7 @@ class Family:
       fields: the fields of a config.json for a model of our own. Raises NotImplementedError where the family has no
         such model.
       weights: of the blocks of a model.
-      embedding: name of its tensor, behind the prefix.
+      embedding: name of its tensor, after the prefix.
       eight_bits: finds the names of matrices that FP8 checkpoints of the family have in 8 bits; None: there are none.
       mtp: weights of the head for the token after the next; None: such a head is not known.
       mtp_fields: of the config.json of a model of our own that has the head.

@@ -98,7 +98,7 @@ class Fields:
     def rope(self) -> tuple[float | None, float]:
         """Base of the rotary wavelengths (None: no positions), and the part of a head that is rotated.
 
-        They are in `rope_parameters`, `rope_scaling` of older files, or beside them.
+        They are in `rope_parameters`, in `rope_scaling` of older files, or next to them.
         """
         parameters = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if not isinstance(parameters, dict):

@@ -123,11 +123,11 @@ class Scaled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """The quantization that a config.json tells of.
+    """The quantization of a config.json.
 
     Fields:
       block: rows and columns that share a scale.
-      plain: names of modules that are told to be in a floating dtype.
+      plain: names of modules that the config lists as unquantized.
     """
 
     block: tuple[int, int]

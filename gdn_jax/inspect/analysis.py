@@ -230,7 +230,7 @@ def rule_inputs(layer: Any, x: Float[Array, "B T D"]) -> Any:
     """Returns the inputs of the rule in a recurrent layer of `gdn_jax.layers` (whole rows x, no padding, no cache).
 
     q and k have unit length: for a GatedDeltaNet `gated_delta_rule(*inputs)` is the rule's output before norm and
-    output gate. What the inputs are is said by the layer's `rule_inputs`; they begin with q, k, v, g and beta.
+    output gate. The layer's `rule_inputs` describes the inputs; they begin with q, k, v, g and beta.
 
     Args:
       layer: the layer, with any rule; one that does not read a gate leaves it without effect.

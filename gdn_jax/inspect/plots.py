@@ -51,7 +51,7 @@ def attention_map(
       M: [T, T], see `analysis.effective_attention`.
       labels: names of the tokens; a new figure is made large enough for them, `ax` should be 0.15 inches a token.
       largest: weight of the darkest colours, the largest of M by default; give it where maps are compared.
-      bar: False leaves out the colour bar, where another map beside this one has it.
+      bar: False leaves out the colour bar, when the map next to this one has it.
       ax: Axes to draw on.
     """
     from matplotlib.colors import TwoSlopeNorm

@@ -89,7 +89,7 @@ def whole(y: Float[Array, "*P D"] | Addend, x: Float[Array, "*S D"]) -> Float[Ar
 
 
 def NoDecayParam(value: Any) -> nnx.Param:
-    """Makes a parameter that weight decay must leave alone: A_log, dt_bias and the weights of norms.
+    """A parameter without weight decay: A_log, dt_bias and the weights of norms.
 
     The mark is metadata of an ordinary `nnx.Param`, weight_decay=False, not a type of its own: `nnx.bridge.ToLinen`
     makes a collection of every type, and an optimiser over the collection `params` would never see this one.
@@ -184,7 +184,7 @@ class RMSNorm(nnx.Module):
         return add_norm(x, None if y is None else whole(y, x), scale, **options)
 
     def scale(self, dtype: DTypeLike) -> Float[Array, " D"]:
-        """The factor of each channel: the weight, or 1 + weight."""
+        """The factors of the channels: the weight, or 1 + weight."""
         weight = self.weight[...].astype(dtype)
         return 1 + weight if self.zero_centred else weight
 

@@ -56,7 +56,7 @@ class MixerConfig:
 
     Class attributes:
       name: the type of such layers in `ModelConfig.types`.
-      layer: the class of the layer, whose name is that of the mixer in tables.
+      layer: the class of the layer, whose name tables show.
       reflects: whether the published layer has strengths to 2.
       by_tokens: whether the tokens of a row may be split over the devices of a mesh, with every option.
 

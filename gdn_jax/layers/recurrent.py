@@ -277,7 +277,7 @@ class RecurrentMixer(nnx.Module):
         raise NotImplementedError
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Makes the layer's output from that of the rule: norm of each head, output gate and output projection.
+        """Makes the layer's output from the rule's: norm of each head, output gate and output projection.
 
         Args:
           o: output of the rule [B, T, num_v_heads, head_v_dim].
@@ -293,7 +293,7 @@ class RecurrentMixer(nnx.Module):
         return blocks.shared_products(x, [(self.q_proj, self.k_proj, self.v_proj)], self.dtype)[0]
 
     def raw_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array | None]:
-        """The raw inputs a, b and w of the gates, as `serving.decode` takes them behind the tokens."""
+        """The raw inputs a, b and w of the gates, as `serving.decode` takes them after the tokens."""
         raise NotImplementedError
 
     def gates(

@@ -359,7 +359,7 @@ class Attention(nnx.Module):
 
 
 def reserve(cache: AttentionCache, tokens: int) -> FixedAttentionCache:
-    """A cache of fixed size with the tokens of another one and slots for so many more, a multiple of 8 in all, as
+    """A cache of fixed size with the tokens of another one and slots for more, a multiple of 8 in all, as
     kernels copy them."""
     more = tokens + -(cache.k.shape[1] + tokens) % 8
     k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (cache.k, cache.v))

@@ -92,7 +92,7 @@ def decode_with_drafts(
       num_drafts: tokens that are guessed in a round.
       choose: the tokens from logits.
       stops: tokens that end a row, which repeats them; None: rows do not end.
-      tell: hears of the first token, then of those of each round; None: nobody listens.
+      tell: is called with the first token, then with the tokens of each round; None: no calls.
     """
     assert model.mtp is not None
     B, k = token.shape[0], num_drafts

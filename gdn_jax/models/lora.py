@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
 
 class LoRALinear(nnx.Linear):
-    """x (W + scale A B) + bias: a projection with a low-rank change, which is 0 at the beginning.
+    """x (W + scale A B) + bias: a projection with a low-rank change (LoRA), which starts at 0.
 
     Args:
       base: the projection, with W and its bias.
@@ -40,7 +40,7 @@ class LoRALinear(nnx.Linear):
       rngs: source of A.
       change: A and B, float32, where they are known.
 
-    Parameters: those of `base`; a [inputs, rank], LeCun normal, and b [rank, outputs], zeros, both float32.
+    Parameters: the parameters of `base`; a [inputs, rank], LeCun normal, and b [rank, outputs], zeros, both float32.
 
     Numerics: the changed weight is formed in float32 and rounded once, to W's dtype: layers that read the weights of
       several projections together see it too, and to merge it changes nothing.
@@ -77,7 +77,7 @@ class LoRALinear(nnx.Linear):
 
     @property
     def dtype(self) -> Any:  # pyrefly: ignore[bad-override]
-        """The compute dtype, that of `base`."""
+        """The compute dtype of `base`."""
         return self.base.dtype
 
     @property

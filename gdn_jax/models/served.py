@@ -120,7 +120,7 @@ class ServedModel:
 
         Args:
           params: `self.params`.
-          tokens: of all pieces, one behind the other.
+          tokens: of all chunks, one after the other.
           cu_seqlens: where the pieces begin, and the end of the last one.
           slots: of their requests; -1 for none, whose piece is padding.
           has_initial_state: False where the slot holds nothing of the request yet.

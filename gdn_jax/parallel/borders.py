@@ -101,7 +101,7 @@ def last_states(
 def reset_across(
     g: Float[Array, "B T HO *K"], segment_ids: Int[Array, "B T"], axis_name: str
 ) -> Float[Array, "B T HO *K"]:
-    """Sets the log decay to -inf at every token whose segment differs from that of the token before."""
+    """Sets the log decay to -inf at every token whose segment differs from the segment before."""
     changes = jnp.concatenate(
         [
             segment_ids[:, :1] != previous(segment_ids[:, -1:], axis_name),

@@ -76,7 +76,7 @@ class MeshShape:
           devices: default: all that JAX sees, of all processes.
 
         Raises:
-          ValueError: there are not so many devices.
+          ValueError: there are fewer devices.
         """
         devices = jax.devices() if devices is None else devices
         if len(devices) != self.size:

@@ -78,7 +78,7 @@ def any_process(*flags: bool) -> tuple[bool, ...]:
     """Tells for each flag whether it is set in any process; all processes get the same answer.
 
     Args:
-      flags: of this process, as many in every one.
+      flags: of this process; every process passes the same number.
     """
     if jax.process_count() == 1:
         return flags

@@ -76,7 +76,8 @@ def gated_norm(
         y = o (mean(o^2) + eps)^(-1/2) weight silu(gate)             the mean along the last axis
         result = y without a projection, else the heads of y side by side @ projection
 
-    With the GPU's kernels, y is not kept for the derivative of the projection but made again beside that of the norm.
+    With the GPU's kernels, y is not kept for the derivative of the projection; the derivative of the norm recomputes
+    it.
 
     Args:
       o: outputs of the rule [.., H, V], without a projection [.., V], any floating dtype.

@@ -114,7 +114,7 @@ def check_slots(
 
     Args:
       size: slots of the pool.
-      null_slot: what is padding beside -1.
+      null_slot: padding slot next to -1.
       unique: no slot may come twice.
     """
     check_null_slot(null_slot, size)

@@ -31,7 +31,7 @@ GATES = "one gate a head", "gates of each channel, or erase and write apart"
 
 
 class DeferredPool(Pool, of=RingPool):
-    """The arrays of a `RingPool`: states in a pool of any other kind, and a ring of tokens beside each."""
+    """The arrays of a `RingPool`: states in a pool of any other kind, and a ring of tokens with each."""
 
     arrays: RingPool
     slot_per_token: ClassVar[bool] = False

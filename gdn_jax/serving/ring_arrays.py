@@ -87,7 +87,7 @@ def make_ring_pool(
     trees: bool = False,
     channels: bool = False,
 ) -> RingPool:
-    """A pool of states with an empty ring beside each.
+    """A pool of states with an empty ring for each.
 
     Args:
       states: [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk"; [slots, layers, ...] for a whole model.
@@ -209,7 +209,7 @@ def _keep_path(
 
 
 def put_parents(pool: RingPool, at: Address, parents: Int[Array, "B T"] | None, T: int) -> RingPool:
-    """The pool with the parents of some slots' T tokens, None for a chain; -1 behind them."""
+    """The pool with the parents of some slots' T tokens, None for a chain; -1 after them."""
     parents = jnp.arange(-1, T - 1) if parents is None else parents
     rows = jnp.full((*at.slot.shape, pool.length), -1, jnp.int32).at[:, :T].set(parents)
     return pool._replace(parents=slots.put(pool.parents, at, rows))

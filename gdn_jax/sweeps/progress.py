@@ -32,7 +32,7 @@ class SweepReporter(Bars):
         self._program = mixer, scale
 
     def step(self, done: int) -> None:
-        """Moves both bars: the runs of the group have made so many steps."""
+        """Moves both bars to the number of steps that the runs of the group have made."""
         self.bars.update(self._group, completed=done)
         self.bars.update(self._all, completed=self._before + done * self._count)
 

@@ -85,7 +85,7 @@ def show_entries(console: Console) -> int:
 
 
 def reproduce(name: str, options: ReproduceOptions, console: Console, command: str) -> int:
-    """Runs an entry and prints its numbers beside ours; returns the exit status.
+    """Runs an entry and prints its numbers next to ours; returns the exit status.
 
     Args:
       name: of the entry.
@@ -113,7 +113,7 @@ def reproduce(name: str, options: ReproduceOptions, console: Console, command: s
 def beside(
     entry: Entry, config: dict[str, Any], records: list[dict[str, Any]], small: bool
 ) -> tuple[list[str], list[list[str]]]:
-    """Makes the heads and rows of a table: an entry's numbers beside those of finished runs.
+    """Makes the heads and rows of a table: an entry's numbers next to the numbers of finished runs.
 
     Beside a paper's best run stands ours, the best of all at the size that is asked; beside any other number the mean
     of the runs that have learned something, at the learning rate of the lowest validation loss. Both are shown, the

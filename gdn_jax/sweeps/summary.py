@@ -115,12 +115,12 @@ class Row(NamedTuple):
 
 
 def has_learned(loss: float | None, answers: float) -> bool:
-    """Whether a run of this validation loss knows more than a guess among so many answers; None: it has diverged."""
+    """Whether a run of this validation loss is better than guessing one of the answers; None: it has diverged."""
     return loss is not None and loss < LEARNED * math.log(answers)
 
 
 def t_of(count: int) -> float:
-    """How many standard errors the 95 % interval of a mean of so many values goes to either side: Student's t."""
+    """Student's t: half the width of the 95 % interval of a mean of n values, in standard errors."""
     return float(stdtrit(count - 1, 0.975))
 
 

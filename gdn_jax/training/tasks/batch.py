@@ -20,6 +20,6 @@ class Batch(NamedTuple):
         return Batch(*(jnp.pad(x, ((0, 0), (0, more))) for x in self))
 
     def cut(self, rows: int) -> list["Batch"]:
-        """Returns the sequences in batches of equal size, of at most so many."""
+        """Returns the sequences in batches of equal size, up to a largest size."""
         size = next(n for n in range(rows, 0, -1) if self.tokens.shape[0] % n == 0)
         return [Batch(*(x[i : i + size] for x in self)) for i in range(0, self.tokens.shape[0], size)]

@@ -22,7 +22,7 @@ _TRAINING_SET = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedOptions(TaskOptions):
-    """Sequences drawn at random, as many as are wanted."""
+    """Sequences drawn at random, in any number."""
 
     val_sequences: Annotated[int, Positive] = 512
     """Number of new sequences for a validation, and for a test at each size."""
@@ -50,7 +50,7 @@ class GeneratedOptions(TaskOptions):
 class GeneratedTask[T: GeneratedOptions](Task):
     """A task of fresh sequences; a subclass says how they are drawn.
 
-    Attributes: those of `Task`, and
+    Attributes: as for `Task`, and
       o: options of the task.
       batch_size: sequences of a training step.
       seed: of the training batches and of the validation and test sets.

@@ -90,7 +90,7 @@ class BytesTask(Task):
         return Batch(tokens, targets, np.ones(tokens.shape, np.float32))
 
     def seeded_batch(self, seed: int | Array, step: int | Array, kind: int = 0) -> Batch:
-        """Draws windows inside a program. They are other ones than those of `train_batch`."""
+        """Draws windows inside a program, other ones than `train_batch` draws."""
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), step)
         starts = jax.random.randint(key, (self.batch_size, 1), 0, self.data.shape[0] - self.length)
         rows = jnp.asarray(self.data)[starts + jnp.arange(self.length + 1)].astype(jnp.int32)

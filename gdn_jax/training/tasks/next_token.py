@@ -67,7 +67,7 @@ class Words:
             raise RunError(f"--from: {error}") from error
 
     def encode(self, prompt: str) -> Int[Array, "1 T"]:
-        """Returns the tokens of a prompt. Without any it is the token that ends a text, behind which one begins.
+        """Returns the tokens of a prompt. An empty prompt becomes the token that ends a text.
 
         Raises:
           RunError: the prompt has no token, and none ends a text; or it has one that is none of the model's.
@@ -112,7 +112,7 @@ class Words:
 
 
 class TokensTask(next_byte.BytesTask):
-    """Next-token modelling of a text. Its losses are told in bits per byte, so that tokenizers can be compared."""
+    """Next-token modelling of a text. Losses are in bits per byte, so that tokenizers can be compared."""
 
     Options = TokensOptions
     training: ClassVar[dict[str, Any]] = {"lr": 1e-4}

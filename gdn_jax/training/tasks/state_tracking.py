@@ -68,7 +68,7 @@ def parity(key: Key[Array, ""], batch: int, length: int) -> tuple[Int[Array, "B 
 
 
 def elements(things: int) -> np.ndarray:
-    """Returns all permutations of so many things [n!, things] in lexicographic order: row p sends thing i to p[i]."""
+    """Returns all permutations of n things [n!, n] in lexicographic order: row p sends thing i to p[i]."""
     return np.array(list(itertools.permutations(range(things))))
 
 

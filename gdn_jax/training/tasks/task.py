@@ -42,7 +42,7 @@ class Task:
       size: of the largest training sequences.
       data: arrays that the batches are drawn from inside a program, None without any. They are an argument of the
         program: as its constants they would be compiled.
-      turns: kind of the batch of step 0, 1, ..., from the start again behind the last one. Kinds, from 0 on, may
+      turns: kind of the batch of step 0, 1, ..., from the start again after the last one. Kinds, from 0 on, may
         differ in their shapes; those of one shape share what is compiled of a step.
     """
 
