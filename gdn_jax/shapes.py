@@ -171,7 +171,7 @@ def check_numbers(name: str, shape: tuple[Any, ...]) -> None:
     """Raises ValueError unless every size is a number, not a symbol of `jax.export`."""
     if not all(isinstance(size, int) for size in shape):
         got = f"[{', '.join(map(str, shape))}]"
-        _fail(name, "sizes that are numbers (of jax.export's symbols a batch alone may be one)", got)
+        _fail(name, "sizes that are numbers (with jax.export only the batch may be symbolic)", got)
 
 
 def check_channels(name: str, x: Any, shape: tuple[int | None, ...], width: int, letters: str) -> None:

@@ -91,7 +91,7 @@ def chunk_gated_delta_rule(
     )
     if cu_seqlens_cpu is not None:
         if cu_seqlens is None:
-            raise ArgumentError("cu_seqlens_cpu", "cu_seqlens beside it", "no cu_seqlens")
+            raise ArgumentError("cu_seqlens_cpu", "cu_seqlens with it", "no cu_seqlens")
         cu_seqlens = np.asarray(cu_seqlens_cpu)
     with named(**NAMES):
         o, final_state = gated_delta_rule(

@@ -152,7 +152,7 @@ def own_fields(config: ModelConfig, family: str) -> dict[str, Any]:
     if heads not in (None, config.num_heads) or eps not in (None, config.norm_eps):
         raise NotImplementedError(f"num_v_heads, mixer_norm_eps: {family} has the same for all")
     if not isinstance(a, LatentAttentionConfig):
-        raise NotImplementedError(f"attention: that of {family} is latent")
+        raise NotImplementedError(f"attention: {family} has latent attention")
     if e is None or e.routing is None or e.shared_gate or e.shared_size % e.expert_size:
         raise NotImplementedError(f"experts: {family} chooses them by sigmoids, and shares whole ones")
     dense = [not config.has_experts(layer) for layer in range(config.num_layers)]

@@ -96,7 +96,7 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
     )
     whole = dataclasses.replace(a, window=None, rotary_dim=0, rope_theta=AttentionConfig.rope_theta)
     if config.attention not in (None, whole):
-        raise NotImplementedError("attention: Lara's is that of its windows, without positions")
+        raise NotImplementedError("attention: Lara's has the sizes of its windows, and no positions")
     if e is None or e.shared_gate:
         raise NotImplementedError("experts: Lara has them in every layer, the shared one without gate")
     return {

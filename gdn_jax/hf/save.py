@@ -94,7 +94,7 @@ def save_hf(
     if extra := params.keys() - {name for weight in plan for name in weight.params}:
         changed = any(isinstance(module, LoRALinear) for _, module in nnx.iter_graph(model))
         raise ValueError(
-            f"model: expected the parameters of its config, got {sorted(extra)[0]} beside them"
+            f"model: expected only the parameters of its config, got also {sorted(extra)[0]}"
             + ("; call merge_lora first" if changed else "")
         )
     parts = [part for weight in plan for part in storage.parts(weight, params)]

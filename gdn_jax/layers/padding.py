@@ -24,7 +24,7 @@ def check_rows(
         raise ValueError("x: expected at least one token, got T = 0")
     if cu_seqlens is not None and (mask is not None or segment_ids is not None):
         other = "mask" if mask is not None else "segment_ids"
-        raise ArgumentError("cu_seqlens", "neither mask nor segment_ids beside it", other)
+        raise ArgumentError("cu_seqlens", "neither mask nor segment_ids with it", other)
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, (B, T), "B T")
     if mask is not None:

@@ -78,13 +78,13 @@ def stacked(blocks: Sequence[Block]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     n = len(blocks)
     period = period_of(list(zip(graphdefs, shapes, strict=True)))
     if jax.tree.leaves(others):
-        reason = "a block with state beside its parameters"
+        reason = "a block with state next to its parameters"
     elif period == n > 1:
         reason = f"blocks that differ, in one period of all {n}"
     else:
         stacked = (jax.tree.map(lambda *xs: _stack(xs), *states[i::period]) for i in range(period))
         return graphdefs[:period], tuple(stacked)
     raise ValueError(
-        f"scan_layers: expected blocks that differ in their weights alone, or two or more periods of such blocks, "
+        f"scan_layers: expected blocks that differ only in their weights, or two or more periods of such blocks, "
         f"got {reason}"
     )

@@ -31,7 +31,7 @@ def join() -> str | None:
         missing = [name for name, value in given.items() if not value]
         if missing:
             raise ValueError(
-                f"{missing[0]}: expected a value beside {', '.join(n for n in given if given[n])}, got none"
+                f"{missing[0]}: expected a value with {', '.join(n for n in given if given[n])}, got none"
             )
         address, number, index = given.values()
         if not (number.isdigit() and index.isdigit() and int(index) < int(number)):

@@ -186,6 +186,4 @@ def _check_apart(null_slot: int | None, written, checkpoints) -> None:
     both = np.intersect1d(written, checkpoints)
     both = both[(both >= 0) & (both != (-1 if null_slot is None else null_slot))]
     if both.size:
-        raise ValueError(
-            f"checkpoint_slots: expected other slots than those of final states, got {int(both[0])}"
-        )
+        raise ValueError(f"checkpoint_slots: expected slots without a final state, got {int(both[0])}")

@@ -306,7 +306,7 @@ def check(options: TrainOptions) -> None:
         given, default = vars(options.model), vars(ModelOptions())
         for name in default:
             if name not in OF_A_CHECKPOINT and given[name] != default[name]:
-                fail(name, f"{default[name]}, as the model is that of --from", given[name])
+                fail(name, f"{default[name]}, the value of the --from checkpoint", given[name])
 
 
 def after(options: TrainOptions) -> TrainOptions:

@@ -197,7 +197,7 @@ def test_a_model_with_changes_generates_and_is_saved_merged(tmp_path):
     assert {change.a.dtype for change in changes.values()} == {np.dtype("float32")}
     arrays = [id(x) for change in changes.values() for x in change[:2]]
     assert len({*arrays}) == len(arrays)  # each of its own: training may give them away
-    with pytest.raises(ValueError, match=r"got blocks\.0\.\S+\.a beside them; call merge_lora first"):
+    with pytest.raises(ValueError, match=r"got also blocks\.0\.\S+\.a; call merge_lora first"):
         save_hf(model, tmp_path / "saved")
     merged(model)
     with pytest.raises(ValueError, match="model: expected one with low-rank changes, got none"):

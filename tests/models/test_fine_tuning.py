@@ -229,7 +229,7 @@ def leaves(model):
     [
         ("--from: expected the folder of a checkpoint, got none", []),
         ("--from: /nothing: expected a folder with config.json, got none", ["--from", "/nothing"]),
-        ("--hidden-size: expected 128, as the model is that of --from, got 64", ["--hidden-size", "64"]),
+        ("--hidden-size: expected 128, the value of the --from checkpoint, got 64", ["--hidden-size", "64"]),
         (f"--from: expected tokenizer.json in {LING}, got none", [f"--from={LING}"]),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_loaded_model_is_fine_tuned_and_written(tmp_path):
     changed = nnx.jit(lambda model: model(ids)[0])(model)
     with pytest.raises(
         ValueError,
-        match=r"model: expected .* config, got blocks\.0\.\S+\.a beside them; call merge_lora first",
+        match=r"model: expected .* config, got also blocks\.0\.\S+\.a; call merge_lora first",
     ):
         save_hf(model, tmp_path / "unmerged")
     merge_lora(model)

@@ -104,7 +104,7 @@ def test_blocks_that_differ_are_not_scanned():
         call(shifted, row)
     stateful = make(scan_layers=True)
     stateful.blocks[1].seen = stateful.blocks[0].seen = nnx.BatchStat(jnp.zeros(()))
-    with pytest.raises(ValueError, match=r"scan_layers: .* got a block with state beside its parameters"):
+    with pytest.raises(ValueError, match=r"scan_layers: .* got a block with state next to its parameters"):
         call(stateful, row)
 
 

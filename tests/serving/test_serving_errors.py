@@ -307,12 +307,12 @@ VALUES = {
     "checkpoint over a state": (
         prefill,
         dict(checkpoint_every=64, checkpoint_slots=[[6], [0], [7]]),
-        "checkpoint_slots: expected other slots than those of final states, got 0",
+        "checkpoint_slots: expected slots without a final state, got 0",
     ),
     "checkpoint over a state elsewhere": (
         prefill,
         dict(write_slots=[1, 3, 4], checkpoint_every=64, checkpoint_slots=[[6], [3], [7]]),
-        "checkpoint_slots: expected other slots than those of final states, got 3",
+        "checkpoint_slots: expected slots without a final state, got 3",
     ),
 }
 

@@ -93,7 +93,7 @@ class RecallOptions(GeneratedOptions):
     def check(self) -> None:
         more = dict(self.parsed_cases("test_cases"))
         if more and (not self.cases or more.keys() & dict(self.parsed_cases()).keys()):
-            fail("test_cases", "numbers of pairs beside those of --cases", " ".join(self.test_cases or ()))
+            fail("test_cases", "numbers of pairs that --cases does not have", " ".join(self.test_cases or ()))
         if cases := more | dict(self.parsed_cases()):
             if self.vocab_size % 2 or self.vocab_size < 2 * (1 if self.rewrite else max(cases)):
                 least = 2 if self.rewrite else 2 * max(cases)
