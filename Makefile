@@ -49,7 +49,7 @@ fuzz: $(VENV)/test.done
 release: $(VENV)/release.done
 	$(BIN)/python tests/release/run.py $(RELEASE)
 
-# MaxText's and SkyRL's own layers and tokamax's operation with this rule inside, and transformers' models on checkpoints that
+# MaxText's, SkyRL's and keras-hub's own layers and tokamax's operation with this rule inside, and transformers' models on checkpoints that
 # this library writes, in environments of their own, which it fills from the package index. NEIGHBOURS="tokamax" for one of them.
 neighbours: $(VENV)/test.done
 	$(BIN)/python tests/neighbours/run.py $(NEIGHBOURS)
