@@ -25,7 +25,7 @@ HOLDER = "H200"
 HEADER = """# Performance
 
 This page answers how long the rule, a training step, a generated token and a served request take. One command
-measured all of it, on each GPU in one run. To measure your GPU:
+measures all of it, on one GPU in one run:
 
     gdn bench all --json times.json
 
