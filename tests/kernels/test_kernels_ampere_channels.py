@@ -1,11 +1,13 @@
 """The rule with a decay of each channel by mma.sync without a GPU: values in the interpreter, generated code."""
 
+import re
 from typing import Any
 
 import channel_kernels
 import numpy as np
 import pytest
 from device_arrays import put
+from generated_code import ptxas_report
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tolerances import assert_close, head_axis, tolerance
 
@@ -67,3 +69,21 @@ def test_both_passes_in_the_interpreter(case, how):
     results |= dict(dbeta=back.erase) if call.is_beta else dict(derase=back.erase, dwrite=back.write)
     for name, got in results.items():
         assert_close(truth[name], np.asarray(got), tolerance(name, "bfloat16"), name, head_axis(name))
+
+
+MOST_SPILLED = {"mma_channel_prepare": 8, "mma_channel_gradients": 88}
+"""Bytes of registers that a kernel spills at most; the others spill none."""
+
+
+@pytest.mark.slow
+def test_registers_that_are_spilled():
+    """Compiled for the GPUs below 9.0, where gcc and ptxas are; `test_other_devices` has those above."""
+    call = "mma by channels, erase, packed"
+    text = ptxas_report("--only", call, "--capability", "8.0", "--also", "8.6", "8.9")
+    found = [
+        re.fullmatch(rf"{call}: (\w+)\S*( 8.\d)? +(\d+) +(\d+) +(\d+) *", x) for x in text.splitlines()[1:]
+    ]
+    assert all(found), text
+    kernels = {line[1] for line in found if line}
+    assert kernels == {"mma_outputs", "mma_states", "mma_adjoints", *MOST_SPILLED}
+    assert all(int(line[4]) <= MOST_SPILLED.get(line[1], 0) for line in found if line), text

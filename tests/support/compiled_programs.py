@@ -45,6 +45,7 @@ MORE: dict[str, int] = {
     "test_isolation.py": 280,
     "test_kernels.py": 220,
     "test_kernels_ampere.py": 280,
+    "test_kernels_ampere_channels.py": 300,
     "test_kernels_backward.py": 340,
     "test_kernels_channel_step.py": 75,
     "test_kernels_channels.py": 120,
