@@ -44,25 +44,25 @@ have more shapes, memory, and what single changes gained; the [log](log/README.m
 NONE = """
 ## The newest numbers
 
-No file of this version is stored in `docs/times` yet. These are the newest numbers of the
+No file of `gdn bench all` is stored in `docs/times` yet. These are the newest numbers of the
 [tables of earlier versions](log/tables.md), where each has its command, its spread and more sizes.
 
 | what | time | other library | GPU, date |
 |---|---|---|---|
-| forward, 16 and 32 heads, 1x32768 | 0.652 ms | 0.826 (FlashQLA) | H200, 2026-11-23 |
+| forward, 16 and 32 heads, 1x32768 | 0.652 ms | 0.826 (FlashInfer) | H200, 2026-11-23 |
 | forward, 16 and 32 heads, 4096x8 | 0.382 ms | 0.383 (FlashInfer) | H200, 2026-11-26 |
 | forward, 16 and 32 heads, 1024x8 | 0.121 ms | 0.113 (FlashInfer) | H200, 2026-11-26 |
 | backward, 16 and 32 heads, 1x32768 | 1.442 ms | 2.515 (FlashQLA) | H200, 2026-11-23 |
-| a decay of each channel, 16 heads, 1x8192, forward | 0.329 ms | 0.679 (fla) | H100, 2026-11-26 |
-| the same, forward and backward | 1.009 ms | 3.083 (fla) | H100, 2026-11-26 |
-| training step of 0.4b, 65,536 tokens in rows of 8192 | 309.6 ms, 211,700 tokens a second | | H100, 2026-11-23 |
-| the same with products of 8 bits, 32,768 tokens | 153.7 ms, 213,200 tokens a second | | H100, 2026-11-26 |
+| per-channel decay, 16 heads, 1x8192, forward | 0.329 ms | 0.492 (jax-linear-attention) | H100, 2026-11-26 |
+| the same, forward and backward | 1.009 ms | 1.798 (jax-linear-attention) | H100, 2026-11-26 |
+| training step of 0.4b, 65,536 tokens in rows of 8192 | 309.6 ms, 211,700 tokens a second | | H200, 2026-11-23 |
+| 0.4b with FP8 products, 32,768 tokens | 153.7 ms, 213,200 tokens a second | | H100, 2026-11-26 |
 | a prompt of 32,768 tokens, 0.4b | 51.8 ms | | H200, 2026-11-28 |
 | a token of 0.4b, one row | 0.501 ms | | H200, 2026-11-28 |
 | a token of qwen3.5-0.8b, one row | 0.760 ms | | H200, 2026-11-28 |
 | a token of qwen3.5-4b, one row | 2.699 ms | | H200, 2026-11-28 |
 | a token of qwen3.5-0.8b, 32 rows | 1.597 ms | | H200, 2026-11-28 |
-| one layer's rule for a token of 128 requests, float32 states | 132.7 us | | H100, 2026-11-23 |
+| one layer's rule for a token of 128 requests, float32 states | 132.7 us | | H200, 2026-11-23 |
 """
 
 

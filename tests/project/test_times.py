@@ -83,4 +83,4 @@ def test_the_readme_has_the_device_with_most_other_libraries(folder, tmp_path):
         "| forward | 1024x8 | 0.121 | 0.12 FlashInfer * | 1.01 |",
     ]
     assert script.short(script.devices(tmp_path / "none")) is None
-    assert "No file of this version" in script.page([])
+    assert "No file of `gdn bench all` is stored" in script.page([])
