@@ -1,5 +1,7 @@
 """tasks/text.md: Python source, byte by byte."""
 
+from collections.abc import Sequence
+
 from gdn_jax.training.mixers import MIXERS
 from results.pages.markdown import differences, gain_of, page_of, prose, sweep_table, sweep_tables, table
 from results.pages.numbers import Numbers, half_life
@@ -147,9 +149,9 @@ def write_starts(r: Numbers) -> list[str]:
     ]
 
 
-def over(r: Numbers, of: str, than: str, mixers: list[str], at: list[int | str]) -> str:
-    """Gains of one sweep's runs over those of another one, mixer by mixer."""
-    rows = []
+def over(r: Numbers, sweeps: tuple[str, str], mixers: list[str], at: Sequence[int | str]) -> str:
+    """Gains of the second sweep's runs over the first one's, mixer by mixer."""
+    (than, of), rows = sweeps, []
     for size in at:
         found = [Comparison("", Arm(of, mixer), Arm(than, mixer), size).outcome(r) for mixer in mixers]
         rows.append([str(size), *(f"{gain_of(x, 3)} (n={len(x.gains)})" for x in found if x is not None)])
@@ -168,7 +170,7 @@ def muon(r: Numbers) -> list[str]:
         """),
         *(sweep_table(r, sweep) for sweep in sweeps),
         "Muon over AdamW, in bits:",
-        over(r, *reversed(sweeps), [mixer], PLACES),
+        over(r, sweeps, [mixer], PLACES),
         prose(f"""
         In validation, with Muon, Gated DeltaNet is {r.told("muon.Gated")}; Muon is ahead in
         {sum(x > 0 for x in gains)} of {len(gains)} seeds. Learning rates, AdamW's and then Muon's: {rates}.
@@ -198,7 +200,7 @@ def passed_states(r: Numbers) -> list[str]:
         """),
         *(sweep_table(r, sweep) for sweep in sweeps),
         "States passed over not, in bits:",
-        over(r, *reversed(sweeps), mixers, ["validation", *sizes]),
+        over(r, sweeps, mixers, ["validation", *sizes]),
         prose(f"""
         At the longest rows, with states passed, DeltaNet is {r.told("passing.DeltaNet")}. The runs of linear
         attention and of Mamba2's decay were cut short. From rows of {first} bytes to rows of {longest} the bits of a byte change,
