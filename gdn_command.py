@@ -41,7 +41,7 @@ USAGE = f"""usage: gdn COMMAND ...
   gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
                      decode, prefill, serve and scale time its kernels, the parts of a model around it, a training
                      step, a language model that reads and writes, tokens and prompts of many requests, a server, and
-                     several devices next to one; gdn bench all times a few sizes of each in five minutes
+                     several devices next to one; gdn bench all times a few sizes of each
 
   tasks:{_LISTED.removeprefix("        ")}
 

@@ -29,9 +29,10 @@ measures all of it, on one GPU in one run:
 
     gdn bench all --json times.json
 
-It takes about five minutes, most of it compiling, and checks results before it times them. `gdn bench all --help`
-names its parts, and `gdn bench --help` the benchmarks with more sizes. [Tables of earlier versions](log/tables.md)
-have more shapes, memory, and what single changes gained; the [log](log/README.md) has what was tried.
+By the times of its parts it takes about five minutes, most of it compiling; nobody has timed it as a whole yet. It
+checks results before it times them. `gdn bench all --help` names its parts, and `gdn bench --help` the benchmarks
+with more sizes. [Tables of earlier versions](log/tables.md) have more shapes, memory, and what single changes gained;
+the [log](log/README.md) has what was tried.
 
 ## How to read the tables
 
@@ -328,7 +329,7 @@ def short(of: list[Device]) -> str | None:
             f"Milliseconds of one call on an {device.kind}, {device.parts['forward']['date']}: 16 key heads,",
             "32 value heads, K = V = 128, bfloat16, lengths known while tracing.",
             f"{star}The geometric mean of the ratios is {mean:.2f}.",
-            "`gdn bench all --json FILE` measures this, and more, in five minutes.",
+            "`gdn bench all --json FILE` measures this, and more.",
             "",
             "| pass | sequences | gdn-jax | fastest other library | ratio |",
             "|---|---|---|---|---|",
