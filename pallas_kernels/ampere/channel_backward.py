@@ -77,6 +77,7 @@ def _run(
     beta, pairs = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), residuals[:2])
     tokens = x.q, x.k, x.e, gates(x), x.v, cotangents.do.astype(dtype)
     q, k, e, g, v, do = (None if y is None else spread(y, rows) for y in tokens)
+    assert q is not None and k is not None and g is not None and do is not None
     vectors, of = decays.channel_factors(beta, pairs.gl), (decays.CHANNELS, adjoints.CHANNELS)
     walks = walked(
         static,

@@ -242,8 +242,11 @@ def channel_gradients(
         reduction_bytes=0,  # every sum stays inside a warp
         interpret=interpret,
     )
-    of_tokens = {
+    of_tokens: dict[str, Any] = {
         name: results[name].reshape(places, HO, K) for name in ("dq", "dk", "de", "dg") if name in results
     }
-    of_chunks = {name: results[name].reshape(chunks, HO, CHUNK) for name in ("dv_u", "k_late", "k_write")}
-    return ChannelGradients(**{"de": None} | of_tokens | of_chunks)
+    of_chunks: dict[str, Any] = {
+        name: results[name].reshape(chunks, HO, CHUNK) for name in ("dv_u", "k_late", "k_write")
+    }
+    made = of_tokens | of_chunks
+    return ChannelGradients._make(made.get(name) for name in ChannelGradients._fields)

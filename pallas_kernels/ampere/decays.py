@@ -29,11 +29,11 @@ class HeadDecay:
         """The factor of both products with the state: D."""
         return cta.factor(0, i)
 
-    def errors(self, v_t: jax.Array, d: jax.Array, hk: jax.Array) -> jax.Array:
+    def errors(self, v_t: jax.Array, d: Any, hk: jax.Array) -> jax.Array:
         """The values without those of their keys in the state."""
         return v_t - d * hk
 
-    def outputs(self, cta: Cta, d: jax.Array, hq: jax.Array) -> jax.Array:
+    def outputs(self, cta: Cta, d: Any, hq: jax.Array) -> jax.Array:
         """The part of the outputs that queries read from the state."""
         return hq * (d * cta.sizes.scale)
 
@@ -57,12 +57,12 @@ class ChannelDecay:
         """See `HeadDecay`. kg and qg hold it."""
         del cta, i
 
-    def errors(self, v_t: jax.Array, d: None, hk: jax.Array) -> jax.Array:
+    def errors(self, v_t: jax.Array, d: Any, hk: jax.Array) -> jax.Array:
         """See `HeadDecay`."""
         del d
         return v_t - hk
 
-    def outputs(self, cta: Cta, d: None, hq: jax.Array) -> jax.Array:
+    def outputs(self, cta: Cta, d: Any, hq: jax.Array) -> jax.Array:
         """See `HeadDecay`."""
         del cta, d
         return hq

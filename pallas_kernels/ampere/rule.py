@@ -209,7 +209,8 @@ def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_st
         starts, m = segments_of(keys, v, squares[0], vectors, h_0, first_chunk, dims.B, both)
         h_0, kv_layout = starts.reshape(-1, *starts.shape[2:]), False
     both |= dict(scale=static.scale, kv_layout=kv_layout)
-    o, final = outputs(keys, v, *squares, vectors, h_0, first_chunk, spans, **both)
+    t, p = squares
+    o, final = outputs(keys, v, t, p, vectors, h_0, first_chunk, spans, **both)
     if static.segment_chunks:
         final = final.reshape(dims.B, -1, *final.shape[1:])[:, -1]
         final = final.swapaxes(-1, -2) if static.kv_layout else final

@@ -25,7 +25,7 @@ from pallas_kernels.decode.tiles import Sizes, load, write_strength
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 
 class ApartTile(ChannelTile):

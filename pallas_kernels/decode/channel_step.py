@@ -28,7 +28,7 @@ from pallas_kernels.device.gates import log_decays
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 
 class ChannelTile(Tile):

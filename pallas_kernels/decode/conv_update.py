@@ -31,12 +31,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.tiles import load
+from pallas_kernels.device import generations
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.slots import Slots, layer_input, one_for_all_layers
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 LANES = 128
 """Threads of a warpgroup, which take as many channels at once."""
@@ -94,7 +95,7 @@ def check_supported(
     return None
 
 
-def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config) -> None:
+def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config, interpreted: bool) -> None:
     blocks = sizes.D // config.channels
     row, block = lax.div(grid_index(), blocks), lax.rem(grid_index(), blocks)
     slot = row if gmem.read_slots is None else gmem.read_slots[row]
@@ -136,8 +137,9 @@ def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config) -> None:
         @pl.when(is_slot)
         def _():
             pieces = [read(first) for first in firsts]
+            # A barrier: what is written below has been read by every thread.
             if more:
-                plgpu.commit_smem()  # a barrier: what is written below has been read by every thread
+                generations.commit(interpreted)
             for piece in pieces:
                 write(*piece)
 
@@ -191,7 +193,9 @@ def conv_update(
     slots = Slots(pool.shape[0], null_slot, 1 if layer is None else pool.shape[1])
     results = launch(
         "conv_update",
-        functools.partial(_body, sizes=Sizes(D, W, silu, slots), config=config),
+        functools.partial(
+            _body, sizes=Sizes(D, W, silu, slots), config=config, interpreted=interpret is not None
+        ),
         inputs={
             "x": x,
             "w": weight,

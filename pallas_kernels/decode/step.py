@@ -45,12 +45,13 @@ from pallas_kernels.decode.tiles import (
     load,
     vector_layout,
 )
+from pallas_kernels.device import generations
 from pallas_kernels.device.launch import grid_index, launch, num_sms
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.slots import layer_input, one_for_all_layers
 
-NEEDS = Needs.TMA
+NEEDS = Needs.NOTHING
 
 MAX_K = 256
 """The registers of a warpgroup hold tiles of at most this many entries of K."""
@@ -129,7 +130,7 @@ def _bring_near(cta: Cta) -> None:
     def _():
         row, head, entries = cta.tile.where(later * cta.config.turns)
         slot = cta.read_slot(row)
-        pl.when(cta.sizes.slots.is_slot(slot))(lambda: plgpu.async_prefetch(cta.state(slot, head, entries)))
+        pl.when(cta.sizes.slots.is_slot(slot))(lambda: generations.prefetch(cta.state(slot, head, entries)))
 
 
 def _decode(cta: Cta, x: Vectors) -> None:
@@ -248,7 +249,7 @@ def _verify(cta: Cta) -> None:
     lax.fori_loop(0, -(-cta.T // GROUP), lambda group, _: _prepare(cta, group), None)
     if cta.gmem.parents is not None:
         store_any(cta.smem.initial, S)
-    plgpu.commit_smem()
+    generations.commit(cta.dev.interpreted)
     lax.fori_loop(0, cta.count, functools.partial(_token, cta), S.astype(jnp.float32))
 
 

@@ -33,7 +33,7 @@ def joined_call(pool="f32") -> Call:
         return step_of_channels(qkv, qkv, qkv, products, products, pool, **gates, **known)
 
     gates = dict(A_log="f32[2]", dt_bias="f32[2]")
-    return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", Needs.TMA, **gates)
+    return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", Needs.NOTHING, **gates)
 
 
 def channel_step_call(T=1, layout="kv", pool="f32", bounded=False, tree=False, apart=False) -> Call:

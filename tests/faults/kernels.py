@@ -236,8 +236,8 @@ FAULTS = (
     ),
     Fault(
         "threads of the convolution of a token write channels that others still read",
-        "            if more:\n                plgpu.commit_smem()",
-        "            if False:\n                plgpu.commit_smem()",
+        "            if more:\n                generations.commit(interpreted)",
+        "            if False:\n                generations.commit(interpreted)",
         "tests/kernels/test_kernels_conv_update.py::"
         "test_channels_that_are_taken_twice_are_read_before_any_is_written",
     ),

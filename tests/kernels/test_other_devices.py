@@ -176,7 +176,7 @@ def test_without_wgmma(monkeypatch):
 
 
 def test_without_much_shared_memory(monkeypatch):
-    """On 12.0 kernels of layers and of single tokens that fit into 99 KB, and no others; below 9.0 none of them."""
+    """On 12.0 kernels of layers and of single tokens that fit into 99 KB; below 9.0 those of a server's token."""
     x, w = jnp.ones((4096, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
     (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
     head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
@@ -188,7 +188,7 @@ def test_without_much_shared_memory(monkeypatch):
         assert not usable(None)
         assert kernels_of(partial(add_norm, weight=None, eps=1e-6), x, x) == one
         assert kernels_of(swiglu, x, w, w, w) == one
-        assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == one
+        assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == 1
         assert not kernels_of(partial(serving.verify, **verified), *drafts, pool)
 
 
@@ -229,7 +229,7 @@ def test_public_call_lowers(capability, monkeypatch):
 
 @pytest.mark.slow
 def test_layers_and_serving(rtx_4090):
-    """The rule by mma.sync, both passes and prompts, and all else in plain JAX."""
+    """The rule by mma.sync, both passes and prompts, single tokens by their kernel, and all else in plain JAX."""
     graphdef, parameters = nnx.split(
         GatedDeltaNet(128, num_heads=2, head_dim=64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     )
@@ -245,7 +245,7 @@ def test_layers_and_serving(rtx_4090):
         kernels_of(lambda *x: serving.prefill(*x[:5], borders, x[5], read_slots=slots), *prompts, pool) == 2
     )
     head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
-    assert not kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool)
+    assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == 1
 
 
 def test_benchmarks_time_what_runs(rtx_4090, monkeypatch, capsys):

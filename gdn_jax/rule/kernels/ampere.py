@@ -26,7 +26,7 @@ class Ampere(OfModules):
 
     name = "mosaic_mma"
     called = "the kernels by mma.sync"
-    gates = (HEADS,)
+    gates: tuple[str, ...] = (HEADS,)
 
     def state_passing(self, call: Call) -> StatePassing | None:
         """See `KernelSet`."""

@@ -16,7 +16,7 @@ from gdn_jax.shapes import AnyStates, Outputs, rule_dims
 class AmpereChannels(Ampere):
     """The set of that name; `Residuals` are those of `pallas_kernels.ampere.channel_rule`."""
 
-    gates = CHANNELS, APART
+    gates: tuple[str, ...] = (CHANNELS, APART)
 
     def forward_module(self) -> Any:
         """See `OfModules`."""
