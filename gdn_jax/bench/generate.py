@@ -10,6 +10,11 @@ The column "ms of bytes" is the time of the bytes that a token has to move at le
 the weights that its rows are multiplied by, with all experts that one of them chooses, all states once in and once
 out, all keys and values once in. The part that grows with the context is the attention layers'.
 
+With --drafts a further line is the loop of `models.drafts`, `decode_with_drafts`, behind a prompt of random tokens. A
+head of random weights guesses, its projection to the words is zeros, so that the first word is the likeliest always,
+and the model's own words are drawn so that each guess is right with the probability --acceptance. So it costs what
+generation costs whose guesses are as good; "tokens a pass" is how many there were.
+
 The column "first s" has the seconds that tracing and compiling take. A prompt's seconds are its first call, which
 reads it once; for tokens they end before the first call.
 """
@@ -32,15 +37,17 @@ from matplotlib.figure import Figure
 from gdn_jax.bench import measure
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, Writable
 from gdn_jax.bench.sizes import model_config
-from gdn_jax.commands.fields import Distinct, NotNegative, Positive
+from gdn_jax.commands.fields import Distinct, Fraction, NotNegative, Positive
 from gdn_jax.commands.files import replacing
 from gdn_jax.inspect.plots import COLORS
 from gdn_jax.models import LanguageModel, ModelConfig, generate
-from gdn_jax.models.attention import AttentionCache, WindowCache
+from gdn_jax.models.attention import AttentionCache, WindowCache, reserve
 from gdn_jax.models.costs import bytes_of_step, layer_costs, model_costs
 from gdn_jax.models.decoder import Cache
+from gdn_jax.models.drafts import Prompt, decode_with_drafts
 from gdn_jax.models.generate import decode
 from gdn_jax.models.inference.program import for_inference
+from gdn_jax.models.mtp import MTPHead
 from gdn_jax.training.peak import BANDWIDTH, of_device
 
 
@@ -66,6 +73,10 @@ class GenerateBenchmark(Benchmark):
     """Dtype of weights and computation."""
     options: tuple[str, ...] = ()
     """More fields of the ModelConfig, as in residual_dtype=bfloat16."""
+    drafts: Annotated[int, NotNegative] = 0
+    """Guesses in a pass of one more line for each batch and context; 0: no such lines."""
+    acceptance: Annotated[float, Fraction] = 0.8
+    """Probability that a guess is right, where all before it are."""
     largest_cache: Annotated[float, Positive] = 120.0
     """Lines whose cache would have more GB (10^9 bytes) are left out."""
     figure: Annotated[Path | None, Writable()] = None
@@ -97,6 +108,9 @@ class GenerateBenchmark(Benchmark):
                 continue
             about = {"what": "token", "context": context, "batch": batch}
             yield Case(about, partial(self.time_tokens, model, about))
+            if self.drafts:
+                about = about | {"what": f"{self.drafts} drafts"}
+                yield Case(about, partial(self.time_drafts, model, about))
 
     def time_prompt(self, model: LanguageModel, about: dict[str, Any]) -> Iterator[Result]:
         """Times a call of `generate` for one token."""
@@ -143,6 +157,26 @@ class GenerateBenchmark(Benchmark):
         }
         yield Result(about, timing, numbers)
 
+    def time_drafts(self, model: LanguageModel, about: dict[str, Any]) -> Iterator[Result]:
+        """Times the loop of `generate` with drafts at one batch and context."""
+        batch, context = about["batch"], about["context"]
+        graphdef, params = nnx.split(_with_head(model, self.seed))
+        tokens = jax.device_put(_tokens(model.config, (batch, context), self.seed))
+        read = _read(graphdef, params, tokens, room=self.tokens + self.drafts)
+        options = dict(num_tokens=self.tokens, num_drafts=self.drafts, acceptance=self.acceptance)
+        began = time.perf_counter()
+        program = _draft.lower(graphdef, params, *read, **options).compile()
+        first = time.perf_counter() - began
+        timing = measure.by_clock(lambda: program(params, *read), self.repeats).over(self.tokens)
+        accepted = np.asarray(program(params, *read)[1].accepted)
+        passes = (accepted >= 0).sum()
+        numbers = {
+            "tokens/s": batch / timing.ms * 1e3,
+            "tokens a pass": batch * (self.tokens - 1) / int(passes) if passes else None,
+            "first s": first,
+        }
+        yield Result(about, timing, numbers)
+
     def save(self, content: dict[str, Any], results: list[Result]) -> None:
         """The JSON and the figure."""
         super().save(content, results)
@@ -155,6 +189,39 @@ class GenerateBenchmark(Benchmark):
 def _continue(graphdef, params, token, cache, *, num_tokens):
     """Tokens and cache after the loop of `generate` behind the prompt."""
     return decode(for_inference(nnx.merge(graphdef, params)), token, cache, num_tokens)
+
+
+def _with_head(model: LanguageModel, seed: int) -> LanguageModel:
+    """A copy with a head of random weights, whose projection to the words is zeros."""
+    model = nnx.clone(model)
+    model.mtp = nnx.data(MTPHead(model.config, rngs=nnx.Rngs(seed)))
+    words = model.embedding if model.head is None else model.head
+    words.set_value(jnp.zeros_like(words[...]))
+    return model
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="room")
+def _read(graphdef, params, tokens, *, room):
+    """A prompt that the model has read, and the cache after it."""
+    hidden, cache = for_inference(nnx.merge(graphdef, params)).hidden_states(tokens, return_cache=True)
+    cache = tuple(reserve(c, room) if isinstance(c, AttentionCache) else c for c in cache or ())
+    last = jnp.full(tokens.shape[0], tokens.shape[1] - 1)
+    return Prompt(tokens, None, hidden, last), cache
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "num_drafts", "acceptance"))
+def _draft(graphdef, params, prompt, cache, *, num_tokens, num_drafts, acceptance):
+    """The loop of `generate` with drafts, of which as many are right as asked for."""
+
+    def choose(logits, numbers):
+        """The likeliest word, which is the one that is guessed, or another one."""
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0)))(numbers.reshape(-1))
+        is_right = jax.vmap(partial(jax.random.bernoulli, p=acceptance))(keys).reshape(numbers.shape)
+        likeliest = jnp.argmax(logits, axis=-1)
+        return jnp.where(is_right, likeliest, likeliest + 1).astype(prompt.tokens.dtype)
+
+    model, token = for_inference(nnx.merge(graphdef, params)), prompt.tokens[:, -1]
+    return decode_with_drafts(model, prompt, token, cache, num_tokens, num_drafts, choose=choose)
 
 
 def _fill(model: LanguageModel, batch: int, context: int, capacity: int) -> Cache:

@@ -60,6 +60,20 @@ def test_reading_and_writing_are_timed(tmp_path, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("acceptance", "least", "most"), [(1.0, 3, 3), (0.0, 1, 1), (0.5, 1.3, 2.2)])
+def test_drafts_are_right_as_often_as_asked_for(acceptance, least, most):
+    """Two of them in a pass: three tokens where all are right, one where none is."""
+    options = dict(repeats=1, tokens=31, drafts=2, acceptance=acceptance, model="tiny")
+    benchmark = generate_bench.GenerateBenchmark(**options)
+    model = small_models.made(dataclasses.replace(CONFIG, tie_embeddings=True))
+    before = np.asarray(model.embedding[...])
+    [result] = benchmark.time_drafts(model, {"what": "2 drafts", "context": 9, "batch": 1})
+    assert least <= result.numbers["tokens a pass"] <= most
+    np.testing.assert_array_equal(model.embedding[...], before)
+    assert model.mtp is None
+
+
 def test_a_cache_too_large_is_a_line_of_its_own(capsys):
     """Batch 1 is timed all the same."""
     assert run("--prefill", "0", "--largest-cache", "0.00001") == 0
