@@ -11,6 +11,7 @@ A line is the time of a step of the server, by the clock. Its columns:
 - tokens/s: new tokens that all requests together got in a second;
 - prompt tokens/s: tokens of the prompts whose first new token came in the timed steps, in a second;
 - first ms, first ms 95 %: from `submit` to the first new token on the host, the median and the 95th percentile;
+- shared tokens/s: with --prefix-gb the tokens of prompts that were found and not read, in a second;
 - loop %: the share of the time in which the host did not wait for the device;
 - first s: seconds from the first `submit` to its second token, nearly all of which is tracing and compiling;
 - pool GB: memory of all slots (10^9 bytes).
@@ -31,7 +32,7 @@ from gdn_jax.bench.benchmark import Benchmark, Case, Result, checked
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
-from gdn_jax.commands.fields import Distinct, Positive
+from gdn_jax.commands.fields import Distinct, NotNegative, Positive
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.models.served import ServedModel
 from gdn_jax.serving import Server
@@ -73,6 +74,10 @@ class ServeBenchmark(Benchmark):
     """Shortest and longest answer."""
     prefill_tokens: Annotated[int, Positive] = 1024
     """Tokens of prompts in a step; 64 at least."""
+    system_tokens: Annotated[int, NotNegative] = 0
+    """Tokens that all prompts begin with, as with a system prompt; they come before those of --prompt-tokens."""
+    prefix_gb: Annotated[float, NotNegative] = 0.0
+    """GB (10^9 bytes) for what is remembered of the beginnings of prompts; 0: every prompt is read whole."""
     ring: Annotated[int | None, Positive] = None
     """Length of the rings for deferred writes; None: states are written for every token."""
     pool: Literal["float32", "bfloat16"] = "float32"
@@ -108,7 +113,7 @@ class ServeBenchmark(Benchmark):
     def time_steps(self, served: ServedModel, about: dict[str, Any]) -> Iterator[Result]:
         """Times steps of a server with one number of requests in flight."""
         in_flight, vocab_size = about["requests"], self.config().vocab_size
-        capacity = self.prompt_tokens[1] + self.answer_tokens[1]
+        capacity = self.system_tokens + self.prompt_tokens[1] + self.answer_tokens[1]
         pools = served.make_pools(in_flight, dtype=self.pool, ring=self.ring, capacity=capacity)
         numbers = {"pool GB": sum(x.nbytes for x in jax.tree.leaves(pools)) / 1e9}
         server = Server(
@@ -117,6 +122,7 @@ class ServeBenchmark(Benchmark):
             max_waiting=in_flight,
             prefill_tokens=self.prefill_tokens,
             vocab_size=vocab_size,
+            prefix_bytes=int(1e9 * self.prefix_gb),
         )
         began = time.perf_counter()
         server.submit([0], 2)
@@ -141,8 +147,13 @@ class ServeBenchmark(Benchmark):
             logarithms = rng.uniform(np.log(shortest), np.log(longest + 1), DRAWN)
             return np.exp(logarithms).astype(int).clip(shortest, longest)
 
-        every = zip(lengths(*self.prompt_tokens), lengths(*self.answer_tokens), strict=True)
-        return [Request(rng.integers(0, vocab_size, n), int(answer)) for n, answer in every]
+        every = [*zip(lengths(*self.prompt_tokens), lengths(*self.answer_tokens), strict=True)]
+        prompts = [rng.integers(0, vocab_size, n) for n, _ in every]
+        system = rng.integers(0, vocab_size, self.system_tokens)
+        return [
+            Request(np.concatenate([system, prompt]), int(answer))
+            for prompt, (_, answer) in zip(prompts, every, strict=True)
+        ]
 
 
 class Traffic:
@@ -182,6 +193,7 @@ class Traffic:
     def timed(self, steps: int) -> tuple[Timing, dict[str, Any]]:
         """The time of a step, and the rates and delays of these steps."""
         before, new_tokens, waited = len(self.firsts), self.new_tokens, self.server.waited
+        shared = self.server.tokens_shared
         ends = [time.perf_counter()]
         for _ in range(steps):
             self.step()
@@ -190,6 +202,7 @@ class Traffic:
         numbers = {
             "tokens/s": (self.new_tokens - new_tokens) / seconds,
             "prompt tokens/s": sum(n for _, n in firsts) / seconds,
+            "shared tokens/s": (self.server.tokens_shared - shared) / seconds or None,
             "loop %": 100 * (1 - (self.server.waited - waited) / seconds),
         }
         if firsts:

@@ -39,6 +39,20 @@ def trusted(*, whole: bool = True) -> Iterator[None]:
         _trusted.reset(token)
 
 
+class _Small:
+    """A kernel that needs nothing but what all kernels around the rule need, such as that of the norm."""
+
+    @property
+    def NEEDS(self) -> Any:
+        """See `pallas_kernels.device.needs`."""
+        from pallas_kernels.device.needs import Needs
+
+        return Needs.NOTHING
+
+
+SMALL = _Small()
+
+
 def device_reason(kernel: Any = None) -> str | None:
     """Why JAX's default device does not run a kernel, from its module; None if it does.
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import supported_implementations
-from gdn_jax.parts.kernels import usable
+from gdn_jax.parts.kernels import SMALL, usable
 
 
 def _supported_implementations() -> dict[str, str | None]:
@@ -29,11 +29,9 @@ def note() -> str | None:
         return None
     if (name := rule_implementation()) == "chunked":
         return f"note: plain JAX, without kernels: {reason}"
-    from pallas_kernels.layer import norm
-
     if usable(None):
         return f"note: the rule by the kernels of {name}, and no kernels by wgmma: {reason}"
-    if usable(None, norm):
+    if usable(None, SMALL):
         fitting = "layers and single tokens by kernels that fit into 99 KB of shared memory"
         return f"note: the rule by the kernels of {name}, {fitting}: {reason}"
     return f"note: the rule by the kernels of {name}, all else in plain JAX: {reason}"

@@ -41,6 +41,26 @@ def test_lengths_are_drawn():
     assert not all(len(a.prompt) == len(b.prompt) for a, b in zip(requests, other, strict=True))
 
 
+def test_prompts_that_begin_alike():
+    """All begin with the same tokens; the rest is that without them."""
+    options = dict(prompt_tokens=(2, 9), answer_tokens=(2, 5), seed=7)
+    alone = serve.ServeBenchmark(**options).draw(11)
+    both = serve.ServeBenchmark(system_tokens=70, **options).draw(11)
+    assert len({request.prompt[:70].tobytes() for request in both}) == 1
+    for a, b in zip(alone, both, strict=True):
+        np.testing.assert_array_equal(a.prompt, b.prompt[70:])
+        assert a.num_tokens == b.num_tokens
+
+
+@pytest.mark.slow
+def test_a_system_prompt_is_shared(tmp_path):
+    """Within the timed steps requests find it; their answers are whole."""
+    path, begin = tmp_path / "serve.json", ["--system-tokens", "256", "--prefix-gb", "0.01"]
+    assert cli.main(["bench", "serve", *TINY, *begin, "--json", str(path)]) == 0
+    [result] = json.loads(path.read_text())["results"]
+    assert result["shared tokens/s"] > 0 and result["error"] == 0
+
+
 def test_steps_and_requests_are_counted(monkeypatch):
     """By a clock that ticks once a call. Two requests are in flight, each for three steps: the second one tells the
     first two new tokens, the third one the last."""
