@@ -71,8 +71,8 @@ from pallas_kernels.layer.routed_stages import (
 NEEDS = Needs.TMA | Needs.LARGE
 
 WIDEST = 2304
-"""Widest row, that of Kimi Linear. Of 3072 numbers the experts of a softmax were wrong on an H200, and right in the
-interpreter: the reason is not known yet."""
+"""Widest row, as Kimi Linear has it. With 3072 numbers and a softmax over all experts a test failed on an H200, which
+passes in the interpreter: nobody knows the reason yet."""
 
 
 def check_supported(
