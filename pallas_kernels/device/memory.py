@@ -77,7 +77,8 @@ Memory = Mapping[str, Buffer | Barriers | None]
 
 def smem_bytes(memory: Memory, reduction_bytes: int = 0) -> int:
     """Shared memory of one CTA, with what is set aside for reductions."""
-    return reduction_bytes + sum(part.bytes for part in memory.values() if part is not None)
+    of_parts = sum(part.bytes for part in memory.values() if part is not None)
+    return round_up(reduction_bytes, ALIGNMENT) + of_parts
 
 
 def tiling(swizzle: int, itemsize: int = 2) -> tuple:

@@ -37,7 +37,7 @@ def pick(experts: int, choice: Any, is_gated: bool):
             found = [arith.bitcast(f32, word) for word in _published(words, lane, experts, is_gated)]
             x, own = found[: experts // WARP], found[experts // WARP :]
             if is_softmax:
-                s, c = _exponentials(x), [_nan_first(y) for y in x]
+                s, c = _exponentials(x, not choice.normalise), [_nan_first(y) for y in x]
             else:
                 s = [_sigmoid(y) for y in x]
                 c = [_nan_first(arith.addf(y, z)) for y, z in zip(s, _numbers(bias[0]), strict=True)]
@@ -118,12 +118,21 @@ def _sigmoid(x: Any) -> Any:
     return arith.divf(_float(1.0), arith.addf(_float(1.0), _exp(x, -1)))
 
 
-def _exponentials(x: list[Any]) -> list[Any]:
-    """exp(x - max x) over the numbers of a warp."""
-    most = functools.reduce(arith.maximumf, x)
-    for distance in (1, 2, 4, 8, 16):
-        most = arith.maximumf(most, utils.shfl_bfly(most, distance))
-    return [_exp(arith.subf(y, most)) for y in x]
+def _exponentials(x: list[Any], normalises: bool) -> list[Any]:
+    """exp(x - max x) over the numbers of a warp, or these over their sum."""
+
+    def over_the_warp(operation: Any, x: list[Any]) -> Any:
+        total = functools.reduce(operation, x)
+        for distance in (1, 2, 4, 8, 16):
+            total = operation(total, utils.shfl_bfly(total, distance))
+        return total
+
+    most = over_the_warp(arith.maximumf, x)
+    s = [_exp(arith.subf(y, most)) for y in x]
+    if not normalises:
+        return s
+    total = over_the_warp(arith.addf, s)
+    return [arith.divf(y, total) for y in s]
 
 
 def _nan_first(x: Any) -> Any:

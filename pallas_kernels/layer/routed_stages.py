@@ -101,14 +101,14 @@ class Sizes(NamedTuple):
         return each, pl.cdiv(self.blocks, each)
 
 
-CHUNK = 128
+CHUNKS = (128, 256)
 """Numbers of the stream that a warp makes, where several warpgroups make the row."""
 
 
 def makers(D: int, warpgroups: int) -> int:
     """Warpgroups that make a row of D together: the more, the fewer loads wait for each other."""
-    n, rest = divmod(D, WARPS * CHUNK)
-    return n if not rest and n <= warpgroups else 1
+    found = (divmod(D, WARPS * chunk) for chunk in CHUNKS)
+    return next((n for n, rest in found if not rest and n <= warpgroups), 1)
 
 
 class Router:

@@ -56,6 +56,7 @@ from pallas_kernels.device.launch import compiled, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import row_choice
+from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.routed_stages import (
     COLUMNS,
     DEPTH,
@@ -70,9 +71,11 @@ from pallas_kernels.layer.routed_stages import (
 
 NEEDS = Needs.TMA | Needs.LARGE
 
-WIDEST = 2304
-"""Widest row, as Kimi Linear has it. With 3072 numbers and a softmax over all experts a test failed on an H200, which
-passes in the interpreter: nobody knows the reason yet."""
+WIDEST = WARPS * r.WARP_WIDTH
+"""Widest row: each warp makes a fourth of it."""
+
+REDUCTION_BYTES = 16
+"""Bytes for reductions over more than a warp, of which the kernel has none."""
 
 
 def check_supported(
@@ -108,7 +111,7 @@ def _fitting(sizes: Sizes, config: Config, choice: Choice, dtype: Any) -> Config
     """The configuration with as many slots of the projection down as there is room for; None if there is none."""
     for n in range(config.down_slots, 0, -1):
         smaller = dataclasses.replace(config, down_slots=n)
-        if smem_bytes(_memory(sizes, smaller, choice, dtype)) <= SMEM_LIMIT:
+        if smem_bytes(_memory(sizes, smaller, choice, dtype), REDUCTION_BYTES) <= SMEM_LIMIT:
             return smaller
     return None
 
@@ -255,7 +258,7 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
         memory=memory,
         ahead=ahead,
         auto_barriers=False,
-        reduction_bytes=16,
+        reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         interpret=interpret,

@@ -3,9 +3,9 @@
     s = sigmoid(x),  c = s + bias;   of the groups those with the largest sums of their two largest c are kept;
     of these the experts e with the k largest c, the first of equal ones first;   w_e = factor s_e / sum of the k s
 
-or with softmax s = exp(x - max x) and c = x, without groups. Sigmoids need not be normalised: w_e = factor s_e. A c
-or a sum that is NaN comes before every number, as in `layer.routing`. A score after the experts' own is that of the
-shared expert, whose weight is its sigmoid; without one it is 1.
+or with softmax s = exp(x - max x) and c = x, without groups. Weights that are not normalised are s, and with softmax
+s / sum of all s. A c or a sum that is NaN comes before every number, as in `layer.routing`. The shared expert has the
+score after them, and its sigmoid as weight; without such a score its weight is 1.
 
 The scores x are published by all CTAs (`device.grid_barrier`), and read as soon as they are known. Each thread of
 the warp has neighbouring experts. A group's two largest pass through the threads that have it; then k times the warp
@@ -39,8 +39,6 @@ def check_supported(experts: int, choice: Choice) -> str | None:
         return f"{experts} experts; the kernel takes {sizes} of a {choice.scoring}"
     if not 0 < choice.per_token <= MOST:
         return f"{choice.per_token} experts of a token; the kernel takes up to {MOST}"
-    if is_softmax and not choice.normalise:
-        return "a softmax over all experts; the kernel takes one over the chosen ones"
     if choice.kept_groups == choice.groups:
         return None
     if is_softmax:
@@ -85,7 +83,8 @@ def choose(gmem: Any, smem: Any, choice: Choice, experts: int, interpreted: bool
 def _scores(x: jax.Array, biases: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """s and c, of a softmax without a bias."""
     if not biases:
-        return jnp.exp(x - jnp.max(x)), x
+        score = jnp.exp(x - jnp.max(x))
+        return score / jnp.sum(score), x
     score = 1.0 / (1.0 + jnp.exp(-x))
     return score, score + biases[0]
 

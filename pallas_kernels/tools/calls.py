@@ -326,6 +326,12 @@ CALLS: dict[str, Call] = {
         "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
         Needs.TMA | Needs.LARGE,
     ),
+    "experts that a row chooses, qwen3.5-122b-a10b": call(
+        partial(softmax_stream_call, per_token=8),
+        "bf16[1,3072] bf16[1,3072] f32[3072] bf16[257,3072] bf16[256,3072,2048] bf16[256,1024,3072] "
+        "bf16[3072,1024] bf16[3072,1024] bf16[1024,3072]",
+        Needs.TMA | Needs.LARGE,
+    ),
     "experts that a row chooses, qwen3-next-80b-a3b": call(
         partial(softmax_stream_call, per_token=10),
         "bf16[1,2048] bf16[1,2048] f32[2048] bf16[513,2048] bf16[512,2048,1024] bf16[512,512,2048] "

@@ -68,12 +68,14 @@ def test_a_stream_chooses_its_experts(sizes, choice, config):
     [
         (2048, 256, 512, Choice(8, 1, 1, True, 1.0, "softmax")),
         (2048, 512, 512, Choice(10, 1, 1, True, 1.0, "softmax")),
+        (3072, 256, 1024, Choice(8, 1, 1, True, 1.0, "softmax")),
         (1536, 128, 512, Choice(8, 8, 4, True, 2.5)),
         (2304, 256, 1024, Choice(8, 1, 1, True, 2.446)),
     ],
     ids=[
         "qwen3.5-35b-a3b",
         "qwen3-next-80b-a3b",
+        "qwen3.5-122b-a10b",
         "ling-3.0-tiny",
         "kimi-linear-48b-a3b",
     ],
@@ -88,12 +90,28 @@ def test_mixtures_of_every_published_size_are_one_kernel(D, E, F, choice):
     assert [reason(n) for n in (108, 114, 132, 148)] == [None] * 4
     softmax = Choice(4, 1, 1, True, 1.0, "softmax")
     for said, refused in [
-        ("rows up to 2304", dict(D=3072)),
+        ("rows up to 4096", dict(D=5120)),
         ("4 groups of a softmax", dict(choice=softmax._replace(groups=4, kept_groups=2))),
-        ("a softmax over all experts", dict(choice=softmax._replace(normalise=False))),
         ("96 experts", dict(E=96)),
     ]:
         assert said in reason(132, **refused)
+
+
+def test_experts_whose_tiles_just_do_not_fit():
+    """Lowered for a GPU, that checks shared memory: with what is set aside for reductions one tile less fits."""
+    D, E, F, S = 3072, 256, 128, 512
+    choice = Choice(8, 1, 1, False, 1.0, "softmax")
+    sizes = routed_stream.Sizes(D, F, 8, S, E, E + 1)
+    fitting = routed_stream._fitting(sizes, routed_stream.Config(132), choice, jnp.bfloat16)
+    assert fitting is not None and fitting.down_slots == 1
+
+    def call(x, y, norm, router, gate_up, down, *shared):
+        options: dict = dict(choice=choice, eps=1e-6)
+        return routed_stream.routed_stream(x, y, norm, router, None, gate_up, down, shared, **options)
+
+    shapes = (1, D), (2, D), (D,), (E + 1, D), (E, D, 2 * F), (E, F, D), (D, S), (D, S), (S, D)
+    traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(

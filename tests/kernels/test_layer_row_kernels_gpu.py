@@ -44,9 +44,10 @@ close = functools.partial(close, sums=SUMS_ON_A_GPU)
         (256, 1536, 256, Choice(6, 1, 1, False, 1.5), {}),
         (256, 2048, 128, Choice(8, 1, 1, True, 1.0, "softmax"), dict(gate=True, router="bfloat16")),
         (512, 2048, 128, Choice(10, 1, 1, True, 1.0, "softmax"), dict(gate=True, router="bfloat16")),
+        (256, 3072, 128, Choice(8, 1, 1, False, 1.0, "softmax"), dict(gate=True, router="bfloat16")),
         (64, 1024, 512, Choice(3, 1, 1, True, 2.0), dict(gate=True)),
     ],
-    ids=["ling-3.0-tiny", "sigmoids", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "gated sigmoids"],
+    ids=["ling-3.0-tiny", "sigmoids", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "122b-a10b", "gated sigmoids"],
 )
 def test_a_stream_chooses_its_experts(E, D, F, choice, gate):
     """At the sizes of published models, but for inner columns, of which most have fewer."""
