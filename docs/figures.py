@@ -1,6 +1,6 @@
 """Draws docs/rule.svg, what a token does to a state, and docs/gain.svg, times of a call as shares of others' times.
 
-The times are those of docs/times.py; without a file there that has other libraries, those of docs/log/tables.md.
+The times come from docs/times.py; without a file there that has other libraries, from docs/log/tables.md.
 
     python docs/figures.py
 

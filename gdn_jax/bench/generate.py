@@ -10,7 +10,7 @@ The column "ms of bytes" is the time of the bytes that a token has to move at le
 the weights that its rows are multiplied by, with all experts that one of them chooses, all states once in and once
 out, all keys and values once in. The part that grows with the context is the attention layers'.
 
-With --drafts a further line is the loop of `models.drafts`, `decode_with_drafts`, behind a prompt of random tokens. A
+With --drafts a further line is the loop of `models.drafts`, `decode_with_drafts`, after a prompt of random tokens. A
 head of random weights guesses, its projection to the words is zeros, so that the first word is the likeliest always,
 and the model's own words are drawn so that each guess is right with the probability --acceptance. So it costs what
 generation costs whose guesses are as good; "tokens a pass" is how many there were.

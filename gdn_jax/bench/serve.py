@@ -75,7 +75,7 @@ class ServeBenchmark(Benchmark):
     prefill_tokens: Annotated[int, Positive] = 1024
     """Tokens of prompts in a step; 64 at least."""
     system_tokens: Annotated[int, NotNegative] = 0
-    """Tokens that all prompts begin with, as with a system prompt; they come before those of --prompt-tokens."""
+    """Tokens that all prompts begin with, as with a system prompt; the tokens of --prompt-tokens follow them."""
     prefix_gb: Annotated[float, NotNegative] = 0.0
     """GB (10^9 bytes) for what is remembered of the beginnings of prompts; 0: every prompt is read whole."""
     ring: Annotated[int | None, Positive] = None

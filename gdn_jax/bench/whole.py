@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 LIBRARIES = ("flash-qla", "flash-linear-attention", "flashinfer-python", "jax-linear-attention", "torch")
-"""Packages whose versions are kept, where they are installed: those of the libraries that are timed."""
+"""Packages whose versions are kept, where they are installed: the libraries that are timed."""
 
 _SMALL: dict[str, Any] = {"heads": (1, 2), "lengths": (128,), "width": 16, "implementations": ("chunked",)}
 PLANS = {
@@ -158,7 +158,9 @@ class AllBenchmark(Benchmark):
                     yield result._replace(about={"part": name} | result.about)
             except RunError:
                 raise
-            except Exception as error:  # such as memory that does not suffice
+            except (
+                Exception
+            ) as error:  # one case may need more memory than the GPU has; it must not end the others
                 yield Result({"part": name} | case.about, failure=f"raised {one_line(error)}")
         note(f"{name}: {time.perf_counter() - began:.0f} s")
 

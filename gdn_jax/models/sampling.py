@@ -59,7 +59,7 @@ class Sampling:
     def draw_each(
         self, keys: Key[Array, " B"] | UInt32[Array, "B words"], logits: Float[Array, "B vocab"]
     ) -> Int[Array, " B"]:
-        """A token of each row by the row's own key [B]: that of `draw` for the row alone."""
+        """Draws a token for each row by the row's own key [B]: the same token as `draw` for the row alone."""
 
         def draw(key: PRNGKeyArray, logits: Float[Array, " vocab"]) -> Int[Array, ""]:
             return jax.random.categorical(key, logits[None])[0]

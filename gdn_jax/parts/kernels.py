@@ -40,7 +40,7 @@ def trusted(*, whole: bool = True) -> Iterator[None]:
 
 
 class _Small:
-    """A kernel that needs nothing but what all kernels around the rule need, such as that of the norm."""
+    """A kernel that needs nothing but what all kernels around the rule need; the norm's is one."""
 
     @property
     def NEEDS(self) -> Any:

@@ -188,7 +188,7 @@ class Server:
           stop_token: the request ends with this token.
           rng, temperature, top_k, top_p, min_p: how the request draws, as for `gdn_jax.models.generate`; above a
             temperature of 0 the server needs sampling. Its tokens follow from its key, whatever other requests there
-            are, but for rounding: they are those of `generate` for the prompt alone, with or without drafts.
+            are, but for rounding: `generate` draws the same ones for the prompt alone, with or without drafts.
 
         Returns:
           The request's number.

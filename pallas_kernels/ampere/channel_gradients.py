@@ -1,4 +1,4 @@
-"""Every gradient but that of v where each channel decays by itself, all chunks in parallel.
+"""Every gradient except dv where each channel decays by itself, all chunks in parallel.
 
 The equations, and what a step of 16 channels makes of the products with the states, are those of
 `backward.channel_gradients`; the products are mma.sync here. There are no visits: every chunk is of one sequence.
@@ -104,7 +104,7 @@ class _Cta:
         return self.dev.vector(getattr(self.gmem, name).at[self.tokens(at, self.sizes.HO)], WGMMA)
 
     def tokens(self, at: _At, heads: int) -> tuple[Any, Any]:
-        """Rows and columns of a step in an array of tokens with so many heads."""
+        """Rows and columns of a step in an array of tokens with a number of heads."""
         head = lax.div(self.head, self.sizes.HO // heads)
         return pl.ds(self.chunk * CHUNK, CHUNK), pl.ds(head * self.sizes.K + at.step * WIDTH, WIDTH)
 

@@ -22,7 +22,7 @@ def pick(experts: int, choice: Any, is_gated: bool):
     Args:
       experts: how many there are, 64, 128, 256 or, with softmax, 512.
       choice: how they are chosen, a `gdn_jax.shapes.Choice`.
-      is_gated: whether a score after theirs is that of the shared expert.
+      is_gated: whether the shared expert has a score, after theirs.
     """
     is_softmax = choice.scoring == "softmax"
     biases = () if is_softmax else (lane_layout(WARP, experts // WARP).reduce(0),)

@@ -201,7 +201,7 @@ def routed_stream(
       x: stream, for which, with the experts, `check_supported` is None.
       y: what is added to it, in parts.
       norm: weight of the norm.
-      router: rows that the norm is multiplied by for the scores, E or, with that of the shared expert's gate, E + 1.
+      router: rows that the norm is multiplied by for the scores, E or, with a gate of the shared expert, E + 1.
       bias: what is added to the scores' sigmoids to choose by; None with softmax.
       gate_up, down: weights of all experts.
       shared: both branches and the projection down of an expert that every row has.

@@ -112,7 +112,7 @@ def trained_further(r: Numbers) -> list[str]:
 
 
 def _small_further(r: Numbers) -> list[str]:
-    """Small models that are trained on as many pairs as are asked, next to those of a quarter of them.
+    """Small models that are trained on as many pairs as are asked, next to models trained on a quarter of them.
 
     A loss of 1 nat tells those that know most of their rows from those that do not.
     """

@@ -14,7 +14,7 @@ from gdn_jax.shapes import AnyStates, Outputs, rule_dims
 
 @dataclasses.dataclass(frozen=True)
 class AmpereChannels(Ampere):
-    """The set of that name; `Residuals` are those of `pallas_kernels.ampere.channel_rule`."""
+    """The kernel set of that name, with the `Residuals` of `pallas_kernels.ampere.channel_rule`."""
 
     gates: tuple[str, ...] = (CHANNELS, APART)
 

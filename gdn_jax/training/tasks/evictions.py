@@ -1,4 +1,4 @@
-"""Evictions: a token gives one name a value and takes that of another name away, which is not named again for it.
+"""Evictions: a token gives one name a value and takes another name's value away, which is not named again for it.
 
     x=a/y   ask x -> a   y=b/z   ask y -> b   x=c/y   ask y -> none   ask x -> c      x=a/y: x has a, y has no value
 
