@@ -14,11 +14,12 @@ from jaxtyping import Array, Float
 from gdn_jax.shapes import Dims
 from pallas_kernels.ampere import adjoints, decays
 from pallas_kernels.ampere.backward import of_heads, walked
-from pallas_kernels.ampere.channel_gradients import ChannelGradients, channel_gradients
+from pallas_kernels.ampere.channel_gradients import channel_gradients
 from pallas_kernels.ampere.channel_rule import Residuals, Static, batched, gates
 from pallas_kernels.ampere.rows import Packed, Rows
 from pallas_kernels.ampere.rule import spread, tables_of
 from pallas_kernels.ampere.walk import Config
+from pallas_kernels.backward.channel_gradients_step import ChannelGradients
 from pallas_kernels.backward.channel_rule import ChannelCotangents
 from pallas_kernels.backward.gradients import join_dbeta, join_weight
 from pallas_kernels.backward.rule import OutputCotangents

@@ -25,7 +25,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.backward.channel_gradients_levels import TOTALS, Score, write_gate_blocks
-from pallas_kernels.backward.channel_gradients_step import LANES, WIDTH, gradients_of_step, levels_of_step
+from pallas_kernels.backward.channel_gradients_step import (
+    LANES,
+    WIDTH,
+    ChannelGradients,
+    gradients_of_step,
+    levels_of_step,
+)
 from pallas_kernels.chunks.merging import BLOCK, HALF
 from pallas_kernels.chunks.pair_levels import Masks
 from pallas_kernels.device import rows as block_rows
@@ -184,18 +190,6 @@ def _body(gmem: Any, smem: Any, **static) -> None:
     written = lax.fori_loop(0, cta.sizes.K // WIDTH, step, start)
     for x, result in zip(written, (gmem.k_late, gmem.k_write), strict=True):
         result.at[cta.item][...] = jnp.sum(x, axis=1)
-
-
-class ChannelGradients(NamedTuple):
-    """Results of `channel_gradients`, with padded widths; see `backward.channel_gradients.ChannelGradients`."""
-
-    dq: Float[Array, "places HO K"]
-    dk: Float[Array, "places HO K"]
-    de: Float[Array, "places HO K"] | None
-    dg: Float[Array, "places HO K"]
-    dv_u: Float[Array, "chunks HO C"]
-    k_late: Float[Array, "chunks HO C"]
-    k_write: Float[Array, "chunks HO C"]
 
 
 def channel_gradients(

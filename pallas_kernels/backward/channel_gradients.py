@@ -36,7 +36,7 @@ anchor, and one sum of differences for dg.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.backward.channel_gradients_levels import write_gate_blocks
-from pallas_kernels.backward.channel_gradients_step import LANES, gradients_of_step, levels_of_step
+from pallas_kernels.backward.channel_gradients_step import (
+    LANES,
+    ChannelGradients,
+    gradients_of_step,
+    levels_of_step,
+)
 from pallas_kernels.backward.channel_gradients_work import (
     WIDTH,
     Config,
@@ -162,21 +167,6 @@ def _body(gmem: Any, smem: Any, **static) -> None:
         with_padding = own.items_of(gmem.first_visit[own.work.N + 1])
         lax.fori_loop(own.num_items, with_padding, functools.partial(clear_item, own), ())
     plgpu.wait_smem_to_gmem(0)
-
-
-class ChannelGradients(NamedTuple):
-    """Results of `channel_gradients`; see the module docstring."""
-
-    dq: Float[Array, "B T HO K"]
-    dk: Float[Array, "B T HO K"]
-    de: Float[Array, "B T HO K"] | None
-    dg: Float[Array, "B T HO K"]
-    dv_u: Float[Array, "visits HO C"]
-    """M beta dbeta."""
-    k_late: Float[Array, "visits HO C"]
-    """The part of k_write that comes through the state after the chunk."""
-    k_write: Float[Array, "visits HO C"]
-    """M dbeta."""
 
 
 def channel_gradients(

@@ -5,11 +5,12 @@ products with the states at the chunk's borders. What a step belongs to knows it
 scores(wg), load(name, at), and the buffers gates, totals, decays and operands by warpgroup; `at` names the step.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels.backward.channel_gradients_levels import (
     Sums,
@@ -29,6 +30,22 @@ WIDTH = BLOCK
 
 LANES = 8
 """Columns of a sum over channels that is still spread over the threads of a row."""
+
+
+class ChannelGradients(NamedTuple):
+    """Results of `channel_gradients`, here and in `pallas_kernels.ampere`, where tokens [places] and their widths are
+    padded."""
+
+    dq: Float[Array, "*tokens HO K"]
+    dk: Float[Array, "*tokens HO K"]
+    de: Float[Array, "*tokens HO K"] | None
+    dg: Float[Array, "*tokens HO K"]
+    dv_u: Float[Array, "chunks HO C"]
+    """M beta dbeta."""
+    k_late: Float[Array, "chunks HO C"]
+    """The part of k_write that comes through the state after the chunk."""
+    k_write: Float[Array, "chunks HO C"]
+    """M dbeta."""
 
 
 def _tokens(own: Any, at: Any) -> Tokens:
