@@ -69,7 +69,7 @@ OF_TEXT = "1.3B models, 100B tokens of FineWeb-Edu, perplexity of WikiText"
 LITTLE_TEXT = "30M and 100M parameters, Python source, half a byte a parameter"
 APART = (
     "DeltaNet with a gate for what a write erases and another one for what it stores: keys of 16 numbers, 8000 steps of "
-    "64 rows, no decay; at the learning rate 0.001 seeds 10 to 21, at 0.003 seeds 10 to 25, of which no run had had one "
+    "64 rows, no decay; at the learning rates 0.001 and 0.003, seeds 10 to 25, of which no run had had one "
     "when this was planned. The outcomes were fixed before the runs. Steps to half are compared over the seeds that come "
     "to half in both arms, so a run that never does is left out."
 )

@@ -185,6 +185,8 @@ def how_they_were_run(r: Numbers) -> list[str]:
         card for each of four groups: `recall/place/far`; `recall/room` next to `recall/eps`;
         `recall/apart_high`, two processes at a time, seeds 10 to 17 and then 18 to 25 (its command makes them
         in one); and `recall/place/shuffled_gated`, then `recall/place/one_linear`. The
+        runs of `f3012fe` were made on the evening of that day on two H200s of one machine: the last four seeds of
+        `recall/apart`, and `recall/start/linear_again` in two halves of eight seeds (its command makes them in one). The
         interventions of finding 1 are of `python -m results.kept_models`, on the weights of
         `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository),
         and of `python -m results.first_mixer`, both on two cores of a CPU; their files have the versions.
