@@ -34,6 +34,8 @@ NAMES = {
     "DeltaProduct, 4 steps": "gated_delta_product_4",
     "KDA": "kda",
     "gated linear attention": "gla",
+    "KDA, EDA's gate": "kda_exponential",
+    "EDA": "eda",
 }
 ARM = re.compile(
     r"`([^`]+)` `([^`]+)`(?: scale (\d+))?(?: (?:write start|time step) ([\d.]+))?(?: rate ([^\s;]+))?"
@@ -235,7 +237,7 @@ def of_claims() -> Checks:
 
 
 def of_findings() -> Checks:
-    """The tables of findings 1 and 3."""
+    """The tables of findings 1, 3 and 4."""
     for head, rows, _ in tables(ROOT / "README.md"):
         if head[0] == "mixers":
             for row in rows:
@@ -252,6 +254,9 @@ def of_findings() -> Checks:
         if head[0] in ("change", "in front"):
             for row in rows:
                 yield from of_kept(head, row)
+        if head[0] == "task":
+            for row in rows:
+                yield from of_erasures(head, row)
         for row in rows if head[1] in ("recalled of 64", "30M") else ():
             for title, cell in zip(head[1:], row[1:], strict=True):
                 if head[1] == "30M":
@@ -268,6 +273,27 @@ def of_findings() -> Checks:
                 for run, printed in zip(runs, numbers(cell), strict=True):
                     where = f"README.md, finding 1, {row[0]}, {title}, rate {run['lr']:g}"
                     yield where, printed, int(size) * run["test_accuracy"][size]
+
+
+ERASURES = {
+    "recall, 32 pairs": ("recall/erasure/once", "32"),
+    "scope, 384 tokens": ("recall/erasure/scope", "384"),
+    "eviction, 256 tokens": ("recall/erasure/eviction", "256"),
+    "text, validation": ("text/30m/erasure", "validation"),
+}
+
+
+def of_erasures(head: list[str], row: list[str]) -> Checks:
+    """A row of the table of finding 4."""
+    sweep, at = ERASURES[row[0]]
+    for rule, cell in zip(head[1:], row[1:], strict=True):
+        if cell == "not run":
+            assert not [run for run in LINES[sweep] if run["mixer"] == NAMES[rule]], cell
+            continue
+        scores = [score(run, at) for run in chosen(runs_of(sweep, NAMES[rule]))]
+        mean, width = cell.split(" ± ")
+        yield f"README.md, finding 4, {row[0]}, {rule}", mean, statistics.fmean(scores)
+        yield f"README.md, finding 4, {row[0]}, {rule}, interval", width, half_width(scores)
 
 
 PLACES = {

@@ -7,7 +7,8 @@ from functools import partial
 from gdn_jax.rules import RULES
 from gdn_jax.sweeps.summary import Start
 from gdn_jax.training.mixers import MIXERS
-from results.pages.claims import CLAIMS, Claim
+from results.pages.claim import Claim
+from results.pages.claims import CLAIMS
 from results.pages.markdown import gain_of, joined, prose, table
 from results.pages.numbers import Numbers
 from results.pages.questions import OWN

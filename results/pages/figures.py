@@ -11,7 +11,7 @@ from gdn_jax.styles import BLUE, GREEN, GREY, ORANGE, SKY, VERMILION
 from gdn_jax.sweeps import figure
 from gdn_jax.sweeps.figure import Panel
 from gdn_jax.sweeps.report import stored_options, trained_size
-from results.pages import first_mixer, further, starts
+from results.pages import erasures, first_mixer, further, starts
 from results.pages.numbers import Numbers
 from results.pages.starts import ONE_SEED, plain
 from results.pages.stored import Arm
@@ -332,6 +332,7 @@ DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
     "recall/room/figure.png": starts.room,
     "recall/eps/figure.png": starts.epsilon,
     "figures/text.png": text,
+    "figures/erasure.png": erasures.figure,
     "figures/parity.png": parity,
     "figures/words.png": words,
     "figures/retention.png": retention,

@@ -4,8 +4,8 @@ import math
 import statistics
 
 from results.erase_and_write import ERASE_STARTS
-from results.pages import apart
-from results.pages.claims import Claim
+from results.pages import apart, erasures
+from results.pages.claim import Claim
 from results.pages.evidence import Compared, result
 from results.pages.first_mixer import first_mixer
 from results.pages.further import random_order, trained_further
@@ -456,5 +456,6 @@ SECTIONS = (
     finding_2,
     erase_and_write_apart,
     finding_3,
+    erasures.section,
 )
 """The sections in the order of the page."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gdn_jax.inspect.analysis import memory_horizon
-from results.pages.claims import CLAIMS, Claim
+from results.pages.claim import Claim
+from results.pages.claims import CLAIMS
 from results.pages.questions import OWN
 from results.pages.stored import Arm, Results, begins
 from results.pages.verdicts import Comparison, Fails, Gains, OneSeed, Outcome, own_verdict, threshold, verdict

@@ -121,10 +121,8 @@ def without_runs(r: Numbers) -> list[str]:
         "## Configurations without runs",
         prose(f"""
         `configs/palindrome.full.json`, `configs/stack.full.json` (more rules than Kimi Linear's, at shorter
-        lengths), `configs/recall_factorial.small.json`, `configs/recall_erasure.small.json`,
-        `configs/scope_erasure.small.json`, `configs/recall_erasure.full.json`,
-        `configs/scope_erasure.full.json`, `configs/eviction_erasure.full.json` and
-        `configs/text_30m_erasure.full.json` have no runs. Of `configs/text_30m_adamw.full.json` the hybrid was
+        lengths), `configs/recall_factorial.small.json`, `configs/recall_erasure.small.json` and
+        `configs/scope_erasure.small.json` have no runs. Of `configs/text_30m_adamw.full.json` the hybrid was
         cut short, and of `configs/text_passed_rows.full.json` Mamba2's decay. Of
         `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
         `configs/recall_mqar_place_*.full.json` neither the higher rate of linear attention with one mixer nor, with
@@ -186,7 +184,8 @@ def how_they_were_run(r: Numbers) -> list[str]:
         in one); and `recall/place/shuffled_gated`, then `recall/place/one_linear`. The
         runs of `f3012fe` were made on the evening of that day on two H200s of one machine (the same driver): the last four
         seeds of `recall/apart`, seeds 1 and 2 of linear attention and of Mamba2's decay in `text/rows/own`, linear
-        attention in `text/rows/passed`, and `recall/start/linear_again` in two halves of eight seeds (its command makes them in one). The
+        attention in `text/rows/passed`, all of `text/30m/erasure`, EDA's runs in `recall/erasure` (where the other rules'
+        are of `b436478`, of that afternoon, but for KDA with EDA's gate in `recall/erasure/once`), and `recall/start/linear_again` in two halves of eight seeds (its command makes them in one). The
         interventions of finding 1 are of `python -m results.kept_models`, on the weights of
         `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository),
         and of `python -m results.first_mixer`, both on two cores of a CPU; their files have the versions.

@@ -1,6 +1,7 @@
 """Questions of our own, with the comparisons of stored runs that they are put to."""
 
-from results.pages.claims import APART, Claim
+from results.pages.claim import Claim
+from results.pages.claims import APART
 from results.pages.stored import HALF, Arm
 from results.pages.verdicts import Comparison, OneSeed
 

@@ -15,9 +15,10 @@ def opening(r: Numbers) -> list[str]:
         prose("""
         We train small models that differ in one rule: how a token changes the state. The recurrent rules sit
         in the same layer, DeltaNet's, with equal parameters, states and batches, so "Mamba2's decay" below is
-        its decay with unit keys and a free write strength, not the published layer. Three findings are ours:
+        its decay with unit keys and a free write strength, not the published layer. Four findings are ours:
         [what MQAR measures](#finding-1-what-mqar-measures), [where writes
-        start](#finding-2-where-writes-start) and [a gap that shrinks](#finding-3-a-gap-that-shrinks). The
+        start](#finding-2-where-writes-start), [a gap that shrinks](#finding-3-a-gap-that-shrinks) and [erasures at a
+        key of their own](#finding-4-erasures-at-a-key-of-their-own). The
         [table of reproductions](#reproductions) puts claims of papers next to what our runs give.
 
         Every number on these pages is computed from the runs stored next to them, and a test computes the

@@ -102,7 +102,7 @@ def test_a_finding_can_be_cited():
     """It has a sentence, a question, a figure, what was done, a result, and what would refute it, in this order."""
     parts = pages()["README.md"].split("\n## ")
     found = [part for part in parts if part.startswith("Finding ")]
-    assert [part.split(":")[0] for part in found] == ["Finding 1", "Finding 2", "Finding 3"]
+    assert [part.split(":")[0] for part in found] == [f"Finding {i}" for i in (1, 2, 3, 4)]
     for part in found:
         places = ["\n\n**", "*Question.*", "![", "*What was done.*", "*Result.*", "*What would refute it.*"]
         assert sorted(places, key=part.index) == places

@@ -216,6 +216,26 @@ def passed_states(r: Numbers) -> list[str]:
     ]
 
 
+def erasure(r: Numbers) -> list[str]:
+    sweep = "text/30m/erasure"
+    gains = r.compared("erasure_text.kda").gains
+    return [
+        "## EDA and KDA",
+        prose(f"""
+        [Erase-then-Delta Attention](https://arxiv.org/abs/2606.26560) (EDA) and KDA, each with its published gate, at
+        one learning rate, with {len(gains)} seeds:
+        """),
+        sweep_table(r, sweep),
+        "EDA over KDA, in bits:",
+        differences(r, sweep, of="eda", than=["kda"], at=PLACES),
+        prose(f"""
+        In validation EDA and KDA are {r.told("erasure_text.kda")}; EDA is ahead in {sum(x > 0 for x in gains)} of
+        {len(gains)} seeds. The text and the steps are those of [Gated DeltaNet with AdamW](#muon-and-adamw), which is
+        lower than either in the mean. See [finding 4](../README.md#finding-4-erasures-at-a-key-of-their-own).
+        """),
+    ]
+
+
 def limits(r: Numbers) -> list[str]:
     def million(count: float) -> str:
         return f"{count / 1e6:.1f}"
@@ -250,6 +270,7 @@ def page(r: Numbers) -> str:
         write_starts,
         muon,
         passed_states,
+        erasure,
         limits,
     )
     return page_of("Text", r, sections)
