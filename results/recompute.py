@@ -227,7 +227,7 @@ def of_claims() -> Checks:
     for page, (name, runs, text, each, p, _) in known.values():
         yield from of_comparison(f"{page}, {name}", runs, text, each, p)
     for head, rows, _ in tables(ROOT / "README.md"):
-        if "verdict" in head:
+        if "here" in head and "verdict" in head:
             for row in rows:
                 for line in row[head.index("here")].split("<br>"):
                     cell = line.split("; rates: ")[0]
@@ -237,7 +237,7 @@ def of_claims() -> Checks:
 
 
 def of_findings() -> Checks:
-    """The tables of findings 1, 3 and 4."""
+    """The tables of the findings that no claim has."""
     for head, rows, _ in tables(ROOT / "README.md"):
         if head[0] == "mixers":
             for row in rows:
@@ -257,6 +257,9 @@ def of_findings() -> Checks:
         if head[0] == "task":
             for row in rows:
                 yield from of_erasures(head, row)
+        if head[0] == "from 0.06, not 0.5":
+            for row in rows:
+                yield from of_halves(*row)
         for row in rows if head[1] in ("recalled of 64", "30M") else ():
             for title, cell in zip(head[1:], row[1:], strict=True):
                 if head[1] == "30M":
@@ -294,6 +297,31 @@ def of_erasures(head: list[str], row: list[str]) -> Checks:
         mean, width = cell.split(" ± ")
         yield f"README.md, finding 4, {row[0]}, {rule}", mean, statistics.fmean(scores)
         yield f"README.md, finding 4, {row[0]}, {rule}, interval", width, half_width(scores)
+
+
+def of_halves(half: str, where: str, *cells: str) -> Checks:
+    """A row of the table of what each half of a weak write gains."""
+    other = float(where.split(" from ")[1])
+    name = {0.06: "06", 0.5: "50"}
+    arms = [("erase_06", other), ("erase_50", other)]
+    if half == "writing":
+        arms = [(f"erase_{name[other]}", 0.06), (f"erase_{name[other]}", 0.5)]
+    columns = [
+        (sweep, at) for sweep in ("recall/apart", "recall/apart_high") for at in ("16", "steps to half")
+    ]
+    for (sweep, at), cell in zip(columns, cells, strict=True):
+        one, two = ({run["seed"]: run for run in runs_of(sweep, mixer, 1, start)} for mixer, start in arms)
+        sign, seeds = 1, [*one]
+        if at == "steps to half":
+            sign, seeds = -1, [seed for seed in one if learned(one[seed]) and learned(two[seed])]
+            seeds = [seed for seed in seeds if max(score(one[seed], at), score(two[seed], at)) < math.inf]
+        gains = [sign * (score(one[seed], at) - score(two[seed], at)) for seed in seeds]
+        found = re.fullmatch(r"\**([+-][\d.]+) ± ([\d.]+)\** \(n=(\d+)\)", cell)
+        assert found, cell
+        said = f"README.md, finding 2, {half} at {where}, {sweep}, {at}"
+        yield said, found[1], statistics.fmean(gains)
+        yield f"{said}, interval", found[2], half_width(gains)
+        yield f"{said}, seeds", found[3], len(gains)
 
 
 PLACES = {

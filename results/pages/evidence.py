@@ -59,6 +59,37 @@ def seeds_of(comparison: Comparison, outcome: Gains) -> str:
     return said
 
 
+def claim_of(name: str) -> Claim:
+    """A question of our own, by its name."""
+    return next(claim for claim in OWN if claim.id == name)
+
+
+def cells(r: Numbers, claim: Claim) -> str:
+    """What the comparisons of a claim gave, a line for each."""
+    return "<br>".join(f"{x.name}: {result(r, x, outcome)}{edges(r, x)}" for _, x, outcome in r.made(claim))
+
+
+def edges(r: Numbers, comparison: Compared) -> str:
+    """Where the learning rates of both arms lie in their grids, in a few words; nothing where all rates are shown."""
+    if not isinstance(comparison, Comparison):
+        return ""
+    one, other = (r.grid(arm).split(", ", 1)[1] for arm in (comparison.of, comparison.than))
+    both = "one tried" if one == "the only one tried" else f"both {one}"
+    return f"; rates: {both if one == other else f'{one} and {other}'}"
+
+
+def own_table(r: Numbers, claims: list[Claim]) -> str:
+    """Questions of our own, in the cells of the table of reproductions."""
+    lines = [[f"[{x.says}](claims/{x.id}.md)", f"**{r.verdict(x)}**", cells(r, x)] for x in claims]
+    return table(["question", "verdict", "here"], lines)
+
+
+def short_table(r: Numbers, claims: list[Claim]) -> str:
+    """Questions of our own whose comparisons a page shows in another table."""
+    lines = [[f"[{x.says}](claims/{x.id}.md)", f"**{r.verdict(x)}**", str(len(r.made(x)))] for x in claims]
+    return table(["question", "verdict", "comparisons"], lines)
+
+
 def arms(r: Numbers, comparison: Compared) -> str:
     """The runs of a comparison, exactly: each arm's sweep, mixer, scale, start and rate, and the size of the test."""
     said = []

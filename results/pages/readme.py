@@ -1,7 +1,8 @@
 """README.md: our own findings, and the table of reproductions."""
 
 from results.pages.claims import CLAIMS
-from results.pages.findings import SECTIONS, cells, claim_of, own_table
+from results.pages.evidence import cells, claim_of, own_table
+from results.pages.findings import SECTIONS
 from results.pages.markdown import joined, prose, table
 from results.pages.numbers import Numbers
 
