@@ -39,8 +39,8 @@ def finding_1(r: Numbers) -> list[str]:
         "![Pairs recalled of 64, 128 and 256](figures/mqar.png)",
         prose("""
         *What was done.* We ran Zoology's training: 22,500 steps of 256 rows, up to 64 pairs, keys of 32, 64
-        and 128 numbers, four learning rates, one seed. Our models have two mixers of a rule, as those of
-        [Kimi Linear](https://arxiv.org/abs/2510.26692) have; most of Zoology's have one, after a convolution,
+        and 128 numbers, four learning rates, one seed. Our models have two mixers of a rule, as
+        [Kimi Linear's](https://arxiv.org/abs/2510.26692) do; most of Zoology's have one, after a convolution,
         and its score is a mean over tests of which only some go past the training. The number of pairs
         recalled is the accuracy times the pairs in the test. With keys of 64 numbers, at the four rates from
         0.001 to 0.032:

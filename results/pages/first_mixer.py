@@ -80,7 +80,7 @@ def first_mixer(r: Numbers) -> list[str]:
         *What was done.* We trained DeltaNet and Gated DeltaNet with two mixers once more as above, keys of 64
         numbers, learning rate 0.0032, one seed, and kept their weights. Then `python -m
         results.kept_models` changed one thing at a time in the trained model, with 64 rows for each: the
-        write strengths of the first mixer on all tokens, or those of the second one as a control; or nothing
+        write strengths of the first mixer on all tokens, or of the second one as a control; or nothing
         was written or forgotten in the first mixer any more after 64 pairs, the most in training, until the
         questions began.
         """),

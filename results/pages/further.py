@@ -72,7 +72,7 @@ def trained_further(r: Numbers) -> list[str]:
         "![Accuracy by place of models that are trained on 64 and on 256 pairs](figures/more_pairs.png)",
         prose(f"""
         *What was done.* Gated DeltaNet with two mixers, keys of 64 numbers, learning rate 0.0032, as above,
-        but with rows of 128 and of 256 pairs among those of training, and asked for 512 pairs, too:
+        but trained on rows of 128 and of 256 pairs, too, and asked for up to 512 pairs:
         {len(many)} seeds, as many steps. Pairs recalled, the lowest seed first, and the means by eighth:
         """),
         table(

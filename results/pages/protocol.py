@@ -153,47 +153,27 @@ def how_they_were_run(r: Numbers) -> list[str]:
         "## How they were run",
         table(["sweep", "command", "device", "commit", "runs", "seconds, added up"], rows),
         prose("""
-        Each `table.md` has the whole command. On the H200 several processes worked at the same time, each at
-        a mixer, and their lines were joined afterwards; most ran with `XLA_FLAGS=--xla_gpu_autotune_level=0`.
-        So the seconds are those of runs that shared the GPU, with products of matrices that were not tuned:
-        in one call on an H200 the flag made a step of Mamba2's decay in repeated words five times as long.
-        Runs of `4e72860` and later were made without it, one group on the GPU at a time. Folders were renamed
-        since; a command's `--out` has the old name. Sweeps of one experiment lie in one folder: its
-        `configs.json` has their options by name, and a line of `runs.jsonl` begins with the name.
+        Each `table.md` has the whole command, and a line of `runs.jsonl` its commit. Sweeps of one experiment lie in
+        one folder: its `configs.json` has their options by name, and a line of `runs.jsonl` begins with the name.
+        Folders were renamed since some runs, so a command's `--out` may have an old name. Runs that advanced together
+        in another number than `--together` says give the same results up to rounding. What else to know:
 
-        The sweeps by start of `recall` were made on H100s (four runs of `recall/start_wide/gated` on an
-        H200), in parts that are whole, and joined: no run that was finished is left out. The seeds 0 to 4 of
-        `recall/start/ten` are those of `recall/start/delta` and `recall/start/gated`. Two runs of the text by
-        start of DeltaNet are of an H200, and all but seven of the number in repeated words; the others are of
-        an H100, and a table's device is that of its first run. Of Zoology's MQAR softmax attention at scales
-        2 and 4 is of an H100, and at scale 4 the decay at 0.032 and DeltaNet at 0.001 and 0.0032; all else of
-        that setting and of Kimi Linear's full palindrome and stack is of H200s. Runs that advanced together
-        in another number than `--together` says give the same results up to rounding. Palindromes and stacks
-        were made with files that had changed since the commit that their lines name, none of which they use.
-
-        A line of `runs.jsonl` names its commit. Some lines name an older commit with a "+", where files had
-        changed since: `recall/by_state/longer` and `recall/by_state/again` are of `a843b1f`, `text/30m/first`
-        of `4f51eb7`, four lines of `text/30m/seeds` of `76fac69` on the same text (six are from
-        `text/30m/first`), nine of `text/100m` of `2bebc27` and three of `8a36315`, the words of S3 of
-        `76fac69`, other words and the needle in text of `1530a33`, except Gated DeltaNet at the needle and
-        `recall/by_state/first`, which are of `ae1304c`. Nothing that these runs use had changed between.
-        Those of `04ebf41` had `gdn sweep --first-seed` and `results/erase_and_write.py` already. The runs of
-        `438d009` were made on `2026-11-28` on four H200s of one machine (driver `580.159.04`), a
-        card for each of four groups: `recall/place/far`; `recall/room` next to `recall/eps`;
-        `recall/apart_high`, two processes at a time, seeds 10 to 17 and then 18 to 25 (its command makes them
-        in one); and `recall/place/shuffled_gated`, then `recall/place/one_linear`. The
-        runs of `f3012fe` were made on the evening of that day on two H200s of one machine (the same driver): the last four
-        seeds of `recall/apart`, seeds 1 and 2 of linear attention and of Mamba2's decay in `text/rows/own`, linear
-        attention in `text/rows/passed`, all of `text/30m/erasure`, EDA's runs in `recall/erasure` (where the other rules'
-        are of `b436478`, of that afternoon, but for KDA with EDA's gate in `recall/erasure/once`), and `recall/start/linear_again` in two halves of eight seeds (its command makes them in one). The
-        interventions of finding 1 are of `python -m results.kept_models`, on the weights of
-        `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository),
-        and of `python -m results.first_mixer`, both on two cores of a CPU; their files have the versions.
-        Seven sweeps older than `058cf94`, which changed the weights that a seed draws, are no longer shown,
-        as their commands give other numbers today: parity up to 512 bits and its first version for a CPU,
-        needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One
-        of short words of S3 showed nothing. They are in the history until `3b9abca`; no claim of the pages
-        was theirs.
+        | runs | note |
+        |---|---|
+        | older than `4e72860`, on an H200 | Several processes shared the GPU, each with a mixer, and their lines were joined. Most had `XLA_FLAGS=--xla_gpu_autotune_level=0`, so products of matrices were not tuned: in one call the flag made a step of Mamba2's decay in repeated words five times as long. Do not compare these seconds. |
+        | `4e72860` and later | Without that flag, one group on the GPU at a time. |
+        | sweeps by start of `recall` | Made on H100s (four runs of `recall/start_wide/gated` on an H200), in parts that are whole, and joined. No run that was finished is left out. |
+        | `recall/start/ten` | Seeds 0 to 4 are in `recall/start/delta` and `recall/start/gated`, too. |
+        | text by start of DeltaNet; the number in repeated words | Two runs of the first are of an H200, and all but seven of the second; the others are of an H100. A table names the device of its first run. |
+        | Zoology's MQAR; Kimi Linear's palindrome and stack | All on H200s but softmax attention at scales 2 and 4 and, at scale 4, the decay at 0.032 and DeltaNet at 0.001 and 0.0032, which are of an H100. |
+        | palindromes and stacks | Files had changed since the commit that the lines name; these runs use none of them. |
+        | commits with a "+" | Files had changed since, none that these runs use: `recall/by_state/longer` and `recall/by_state/again` are of `a843b1f`, `text/30m/first` of `4f51eb7`, four lines of `text/30m/seeds` of `76fac69` on the same text (six are from `text/30m/first`), nine of `text/100m` of `2bebc27` and three of `8a36315`, the words of S3 of `76fac69`, other words and the needle in text of `1530a33`, except Gated DeltaNet at the needle and `recall/by_state/first`, which are of `ae1304c`. |
+        | `04ebf41` | Had `gdn sweep --first-seed` and `results/erase_and_write.py` already. |
+        | `438d009` | `2026-11-28`, four H200s of one machine (driver `580.159.04`), a card for each of four groups: `recall/place/far`; `recall/room` next to `recall/eps`; `recall/apart_high`, two processes of eight seeds one after the other (its command makes them in one); `recall/place/shuffled_gated`, then `recall/place/one_linear`. |
+        | `b436478` | The afternoon of that day, four H200s, the same driver. |
+        | `f3012fe` | The evening of that day, two H200s, the same driver, next to tests: the last four seeds of `recall/apart`; `recall/start/linear_again` in two halves of eight seeds (its command makes them in one); seeds 1 and 2 of linear attention and of Mamba2's decay in `text/rows/own`, linear attention in `text/rows/passed`; `text/30m/erasure`; EDA in `recall/erasure`, and KDA with EDA's gate in `recall/erasure/once` (the other rules there are of `b436478`). |
+        | interventions of finding 1 | `python -m results.kept_models`, on the weights of `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository), and `python -m results.first_mixer`, both on two cores of a CPU. Their files have the versions. |
+        | no longer shown | Seven sweeps older than `058cf94`, which changed the weights that a seed draws: parity up to 512 bits and its first version for a CPU, needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One of short words of S3 showed nothing. They are in the history until `3b9abca`; no claim of these pages rests on them. |
         """),
     ]
 

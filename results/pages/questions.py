@@ -182,7 +182,7 @@ OWN = (
         None,
         differs="",
         here="Keys of 16 numbers, 8000 steps of 64 rows, learning rate 0.001, seeds 10 to 25, of which no run of linear "
-        "attention had had one. The outcomes are those of the layer with two gates, and were fixed before.",
+        "attention had had one. The outcomes are the same as for the layer with two gates, and were fixed before.",
         decided="More seeds, or another learning rate.",
         comparisons={
             "at_16": Comparison(

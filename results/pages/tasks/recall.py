@@ -86,7 +86,7 @@ def by_start(r: Numbers) -> list[str]:
 def ten_seeds(r: Numbers) -> list[str]:
     def learned(mixer: str, lr: float) -> str:
         strong, weak = (r.count_learned(TEN, mixer, 1, lr, start) for start in (0.5, 0.06))
-        return f"{strong} from 0.5 and {weak} from 0.06"
+        return f"{strong} of ten seeds from 0.5 and {weak} from 0.06"
 
     rows, positive, significant = [], 0, 0
     for key in ("DeltaNet", "Gated", "DeltaNet-0.003", "Gated-0.003"):
@@ -109,14 +109,14 @@ def ten_seeds(r: Numbers) -> list[str]:
     ]
     return [
         prose("""
-        The next sweep has ten seeds from 0.5 and 0.06, at the two higher rates; the first five are those of
-        the tables above:
+        The next sweep has ten seeds from 0.5 and 0.06, at the two higher rates; the first five are in the
+        tables above, too:
         """),
         sweep_table(r, TEN),
         prose(f"""
-        At 0.001 {learned("delta_net", 0.001)} of ten seeds of DeltaNet learn, and
-        {learned("gated_delta_net", 0.001)} of Gated DeltaNet; at 0.003 {learned("delta_net", 0.003)} and
-        {learned("gated_delta_net", 0.003)}. Half of 4 pairs come after
+        At 0.001 DeltaNet learns with {learned("delta_net", 0.001)}, Gated DeltaNet with
+        {learned("gated_delta_net", 0.001)}. At 0.003 DeltaNet learns with {learned("delta_net", 0.003)}, Gated DeltaNet
+        with {learned("gated_delta_net", 0.003)}. Half of 4 pairs come after
         {r.half(TEN, "delta_net", 1, 0.001, 0.06)} steps in the median for DeltaNet from 0.06 at 0.001, and
         after {r.half("recall/start/linear", "linear_attention", 1, 0.001, 0.06)} for linear attention, which
         erases nothing. Seeds 0 to 4 were seen before seeds 5 to 9 were run, so the later five confirm or do
@@ -128,8 +128,8 @@ def ten_seeds(r: Numbers) -> list[str]:
         themselves {significant or "none"} of the four passes the procedure of Benjamini and Hochberg (p up to
         {r.largest_p:.3f}).
 
-        **From weak writes the delta rule neither gains nor costs significantly.** At 16 pairs Gated DeltaNet
-        from 0.06 and Mamba2's decay are {r.told("mqar.K16")}.
+        **With weak writes the delta rule is neither significantly ahead of a decay nor behind it.** At 16 pairs Gated
+        DeltaNet from 0.06 and Mamba2's decay are {r.told("mqar.K16")}.
         """),
     ]
 
@@ -150,13 +150,13 @@ def what_does_not_fit(r: Numbers) -> list[str]:
         **What does not fit.** Linear attention erases nothing, so its start should not matter. In steps to
         half it does not: {r.half(*linear, 1, 0.001, 0.5)} from 0.5 and {r.half(*linear, 1, 0.001, 0.06)} from
         0.06 at 0.001. In accuracy at 16 pairs it may: from 0.06 its first five seeds gain {more(0.001)} points
-        at 0.001 and {more(0.003)} at 0.003. {len(again.gains)} new seeds at 0.001 are not significantly apart, and
-        the interval is narrow: {again.gain:.0f} ± {again.interval:.0f}. There are no new ones at 0.003. At 0.003 {r.count_learned(*linear, 1, 0.003, 0.5)} of
+        at 0.001 and {more(0.003)} at 0.003. With {len(again.gains)} new seeds at 0.001 the gain is
+        {again.gain:.0f} ± {again.interval:.0f}, so the gain of the first five there is not confirmed. There are no new seeds at 0.003. At 0.003 {r.count_learned(*linear, 1, 0.003, 0.5)} of
         {r.runs(*linear, 1, 0.003, 0.5)} seeds learn from 0.5 and {r.count_learned(*linear, 1, 0.003, 0.06)}
         from 0.06: weak writes also steady the training at a high rate. Mamba2's decay is insensitive to its
         initial time step: with a time step of 1, ten times as fast, {r.count_learned(*gate, 1, 0.001, 1.0)}
-        of {r.runs(*gate, 1, 0.001, 1.0)} seeds learn at 0.001. So these runs do not show that forgetting of
-        any kind stands in the way. In [a layer with a gate for each half of a
+        of {r.runs(*gate, 1, 0.001, 1.0)} seeds learn at 0.001. So forgetting by a decay does not
+        stand in the way here. In [a layer with a gate for each half of a
         write](../README.md#erase-and-write-apart) a weak start of erasing helps at 0.001 and a weak start of
         writing does not ([table](../recall/apart/table.md)); at 0.003 most of these models learn nothing
         ([table](../recall/apart_high/table.md)). [Okpekpe and Orvieto](https://arxiv.org/abs/2508.19029) find that recurrent models learn this task in a narrow
@@ -310,7 +310,7 @@ def zoology(r: Numbers) -> list[str]:
         one at 0.06 after {half_life(64, 0.06):.0f}, and rows of 256 pairs have 1024. If the delta rules were
         behind because of what they erase before they have learned anything, weak writes would mend it. They
         do not: from 0.06, all else equal, the four rates of DeltaNet have
-        {span("recall/zoology/start", "delta_net", 0.06)} % of 256 pairs and those of Gated DeltaNet
+        {span("recall/zoology/start", "delta_net", 0.06)} % of 256 pairs, the four of Gated DeltaNet
         {span("recall/zoology/start", "gated_delta_net", 0.06)}; from 0.5 it is {span(LEDGER, "delta_net")}
         and {span(LEDGER, "gated_delta_net")}.
         """),

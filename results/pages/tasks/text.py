@@ -230,7 +230,7 @@ def erasure(r: Numbers) -> list[str]:
         differences(r, sweep, of="eda", than=["kda"], at=PLACES),
         prose(f"""
         In validation EDA and KDA are {r.told("erasure_text.kda")}; EDA is ahead in {sum(x > 0 for x in gains)} of
-        {len(gains)} seeds. The text and the steps are those of [Gated DeltaNet with AdamW](#muon-and-adamw), which is
+        {len(gains)} seeds. [Gated DeltaNet with AdamW](#muon-and-adamw), with the same text and steps, is
         lower than either in the mean. See [finding 4](../README.md#finding-4-erasures-at-a-key-of-their-own).
         """),
     ]
@@ -247,7 +247,7 @@ def limits(r: Numbers) -> list[str]:
         prose(f"""
         - Models of {million(small)} million parameters (the hybrid:
           {million(r.parameters("text/30m/first", "hybrid"))}) were trained on {million(few)} million bytes,
-          {few / small:.2f} for each parameter; those of {million(large)} million on {million(many)},
+          {few / small:.2f} for each parameter; models of {million(large)} million on {million(many)},
           {many / large:.2f} for each. Language models get hundreds of times more, and the order may change.
         - Seed 0 alone chose the learning rate of the 30M models, of two, on the validation set that the
           table shows. For every mixer it was the upper edge of the grid. The 100M models have one rate.
