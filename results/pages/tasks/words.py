@@ -105,8 +105,8 @@ def several_steps(r: Numbers) -> list[str]:
         sweep_table(r, "words/steps/a5"),
         prose(f"""
         S5 has the same 2000 steps, three seeds and two rates, and every run is at the floor as well. At 32
-        letters the best run has {best:.1f} %. A guess has {100 / 120:.1f} %, and {100 / 60:.1f} % has who
-        knows whether the number of swaps so far is even. So a few runs at the higher rate have learned that
+        letters the best run has {best:.1f} %. A guess has {100 / 120:.1f} %, and a model that knows only whether
+        the number of swaps so far is even has {100 / 60:.1f} %. So a few runs at the higher rate have learned that
         sign, which is parity, and nothing more.
         """),
         sweep_table(r, "words/steps/s5"),
