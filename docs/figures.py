@@ -1,10 +1,11 @@
-"""Draws docs/rule.svg, what a token does to a state, and docs/gain.svg, times of a call as shares of others' times.
+"""Draws docs/rule.svg, what a token does to a state, docs/family.svg, the same for every rule of the family, and
+docs/gain.svg, times of a call as shares of others' times.
 
 The times come from docs/times.py; without a file there that has other libraries, from docs/log/tables.md.
 
     python docs/figures.py
 
-Both are as wide as a phone and follow the reader's colours. Python alone is needed.
+All are as wide as a phone and follow the reader's colours. Python alone is needed.
 """
 
 import re
@@ -38,6 +39,32 @@ STATE = ((0.70, 0.15, 0.50, 0.95), (0.90, 0.40, 0.10, 0.20), (0.20, 0.80, 0.45, 
 """A state of three keys at right angles, which are its rows."""
 KEY, VALUE, ALPHA, BETA = (0.0, 1.0, 0.0), (0.05, 0.95, 0.30, 0.80), 0.6, 1.0
 Matrix = tuple[tuple[float, ...], ...]
+
+
+class Rule(NamedTuple):
+    """What a token with key b does to a state by one of the family's rules."""
+
+    name: str
+    decays: tuple[float, float, float]
+    """The factor of each key channel."""
+    erases: dict[int, float]
+    """The channels of the keys that are erased at, with their strengths."""
+    writes: tuple[int, ...] = (1,)
+    """The channels of the keys that are written at."""
+
+
+NONE, ALIKE, EACH = (1.0, 1.0, 1.0), (0.6, 0.6, 0.6), (0.9, 0.6, 0.25)
+FAMILY = (
+    Rule("Linear attention", NONE, {}),
+    Rule("Mamba2's decay", ALIKE, {}),
+    Rule("GLA", EACH, {}),
+    Rule("DeltaNet", NONE, {1: 1.0}),
+    Rule("Gated DeltaNet", ALIKE, {1: 1.0}),
+    Rule("DeltaProduct", ALIKE, {1: 1.0, 2: 1.0}, (1, 2)),
+    Rule("Kimi Delta (KDA)", EACH, {1: 1.0}),
+    Rule("Gated DeltaNet-2", EACH, {1: 0.5}),
+    Rule("Erase-then-Delta", EACH, {0: 0.8, 1: 1.0}),
+)
 
 
 class Time(NamedTuple):
@@ -134,6 +161,56 @@ def _matrix(x: float, y: float, state: Matrix, marked: bool) -> list[str]:
     return parts
 
 
+def family() -> str:
+    """A row for each rule: the state after the decay, after what is erased, and after the write."""
+    parts = [
+        text(16, 28, "What a token with key b takes out", "title"),
+        text(16, 48, "of the state, and where it writes", "title"),
+    ]
+    places = (155, 237, 319)
+    for x, words in zip(places, ("decayed", "erased", "written"), strict=True):
+        parts.append(text(x, 76, words, "soft"))
+    y = 84
+    for rule in FAMILY:
+        parts.append(text(16, y + 26, rule.name))
+        decayed = tuple(tuple(a * x for x in row) for a, row in zip(rule.decays, STATE, strict=True))
+        erased = tuple(tuple((1 - rule.erases.get(i, 0.0)) * x for x in row) for i, row in enumerate(decayed))
+        written = tuple(
+            tuple(x + 0.8 * v for x, v in zip(row, VALUE, strict=True)) if i in rule.writes else row
+            for i, row in enumerate(erased)
+        )
+        panels = (decayed, ()), (erased, tuple(rule.erases)), (written, rule.writes)
+        for x, (state, changed) in zip(places, panels, strict=True):
+            parts += _small_matrix(x, y, state, changed)
+        y += 54
+    notes = (
+        "A row is a key channel, a to c; darker is more. A frame",
+        "is around what a step changes. DeltaProduct takes two",
+        "steps, at b and at c. Gated DeltaNet-2 erases half as",
+        "much as it writes. Erase-then-Delta erases at a key of its",
+        "own, a, before it erases and writes at b.",
+    )
+    for note in notes:
+        y += 18
+        parts.append(text(16, y, note, "soft"))
+    says = "Nine rules: which rows of a state decay, which are erased, and which are written"
+    return picture(y + 16, says, parts)
+
+
+def _small_matrix(x: float, y: float, state: Matrix, marked: tuple[int, ...]) -> list[str]:
+    """A state of a row of `family`, with a frame around some of its rows."""
+    wide, high, parts = 18, 14, []
+    for i, row in enumerate(state):
+        for j, number in enumerate(row):
+            place = f'x="{x + wide * j:g}" y="{y + high * i:g}" width="{wide - 2}" height="{high - 2}" rx="2"'
+            parts.append(f'<rect class="cell" {place} fill-opacity="{min(number, 1):.2f}"/>')
+            parts.append(f'<rect class="edge" {place}/>')
+    for i in marked:
+        place = f'x="{x - 2:g}" y="{y + high * i - 2:g}" width="{4 * wide + 2}" height="{high + 2}" rx="3"'
+        parts.append(f'<rect class="mark" {place} stroke-width="1.5"/>')
+    return parts
+
+
 def gain() -> str:
     """A bar for each size: the time of gdn-jax as a share of that of the best other library."""
     parts = [
@@ -166,7 +243,7 @@ def gain() -> str:
     return picture(y + 16, "Time of gdn-jax as a share of the best other library's", parts)
 
 
-FIGURES = {"rule.svg": rule, "gain.svg": gain}
+FIGURES = {"rule.svg": rule, "family.svg": family, "gain.svg": gain}
 
 
 def main() -> None:

@@ -239,7 +239,7 @@ def test_names_of_texts():
     assert TARGETS["sharding.check"] == "gdn_jax.parallel.sharding.check"
 
 
-@pytest.mark.parametrize("name", ["rule.svg", "gain.svg"])
+@pytest.mark.parametrize("name", ["rule.svg", "family.svg", "gain.svg"])
 def test_figures_are_those_of_the_script(name):
     figures = load(DOCS / "figures.py").FIGURES
     assert (DOCS / name).read_text() == figures[name](), "run python docs/figures.py"
