@@ -45,6 +45,8 @@ class Call:
     batch_invariant: bool = False
     implementation: str | None = None
     lower_bound: float | None = None
+    bound: str = "sigmoid"
+    """How the gate comes to its lower bound, as for `channel_log_decay`."""
 
     def checked(self, dims: Dims) -> Any:
         """The same options with the factor of the output as a number; raises ValueError where one is wrong."""

@@ -14,11 +14,15 @@ from jaxtyping import Array, Float, Integer
 
 from gdn_jax.gates import channel_log_decay
 from gdn_jax.rule.erase_then_delta import erase_then_delta_by
+from gdn_jax.serving import shards
+from gdn_jax.serving.call import At, Call
 from gdn_jax.serving.prompts import prefill
 from gdn_jax.serving.ring_arrays import Arrays
 from gdn_jax.serving.slots import Indices
-from gdn_jax.serving.step import draft_slots, verify
-from gdn_jax.shapes import accumulation_dtype, check_array, widened
+from gdn_jax.serving.states import opened
+from gdn_jax.serving.step import checked, draft_slots, verify
+from gdn_jax.serving.tokens import raw_tokens
+from gdn_jax.shapes import accumulation_dtype, check_array, check_choice, widened
 
 NO_DECAY = -1e4
 """Raw input of a gate whose softplus is 0 in every dtype."""
@@ -91,11 +95,50 @@ def erase_then_delta_decode(
     Raises:
       ValueError, NotImplementedError: as for `verify`.
     """
+    _check_keys(k[:, None], erase_key[:, None])
+    found = _at_once(q, k, v, a, b, erase_key, w, pool, At(read_slots, None, options.get("layer")), **options)
+    if found is not None:
+        return found
     q, k, v, a, b, erase_key, w = (x[:, None] for x in (q, k, v, a, b, erase_key, w))
     spans: Any = dict(state_slots=draft_slots(pool, read_slots[:, None]))
     spans["num_accepted_tokens"] = np.ones(read_slots.shape, np.int32)
     o, pool = erase_then_delta_verify(q, k, v, a, b, erase_key, w, pool, **spans, **options)
     return o[:, 0], pool
+
+
+def _at_once(
+    q: Any,
+    k: Any,
+    v: Any,
+    a: Any,
+    b: Any,
+    erase_key: Any,
+    w: Any,
+    pool: Arrays,
+    at: At,
+    *,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: float | None = None,
+    bound: str = "exponential",
+    state_layout: str = "kv",
+    null_slot: int | None = None,
+    layer: Any = None,
+    **options: Any,
+) -> tuple[Array, Arrays] | None:
+    """`erase_then_delta_decode` by a kernel of both halves of a token; None where no such kernel runs the call."""
+    del layer
+    memory = opened(pool, state_layout, null_slot)
+    if not memory.by_kernels().erases_at_once:
+        return None
+    check_choice("bound", bound, ("sigmoid", "exponential"))
+    a, dt_bias = (x[..., None] if x.ndim == axes else x for x, axes in ((a, 2), (dt_bias, 1)))
+    raw = raw_tokens(q, k, v, a, b, None, A_log, dt_bias, lower_bound=lower_bound)
+    raw = raw._replace(erase_key=erase_key, erase_strength=w)
+    call, memory = checked("B", Call(lower_bound=lower_bound, bound=bound, **options), raw, memory, at)
+    if not memory.erases_at_once:
+        return None
+    return shards.by_heads((type(memory).decode, call), memory, raw, at)
 
 
 def erase_then_delta_verify(

@@ -25,13 +25,16 @@ def step(call: Call, x: Raw) -> Callable[..., tuple[Array, Array]]:
     """The kernel of tokens [B, T, ...] on states, as arrays of channels, with their gates."""
     from pallas_kernels.decode.apart_step import apart_step
     from pallas_kernels.decode.channel_step import channel_step
+    from pallas_kernels.decode.erasure_step import erasure_step
     from pallas_kernels.decode.step import step_of_channels
 
     a, b, w, A_log, dt_bias = _gates(x)
     gates: dict[str, Any] = dict(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     if not x.by_channels:
         return partial(step_of_channels, **gates)
-    gates["lower_bound"] = call.lower_bound
+    gates |= dict(lower_bound=call.lower_bound, bound=call.bound)
+    if x.erase_key is not None:
+        return partial(erasure_step, erase_key=x.erase_key, w=x.erase_strength, **gates)
     return partial(channel_step, **gates) if w is None else partial(apart_step, w=w, **gates)
 
 

@@ -63,6 +63,8 @@ class Pool:
     """Names of the arrays' last dimensions, see `shards`; before them come slots, and layers."""
     slot_per_token: ClassVar[bool] = True
     """Whether `verify` has a slot for every token of a request; else a request has one slot."""
+    erases_at_once: ClassVar[bool] = False
+    """Whether `decode` takes a token that erases at a key of its own before it writes; else it comes as two."""
     is_opaque: ClassVar[bool] = False
     """Whether XLA, left alone, would gather the arrays on every device: for a kernel, or for appending to rings."""
 

@@ -29,8 +29,8 @@ CHANNELS = 128
 PARAMETERS = {"A_log": "h", "dt_bias": "h", "weight": "d", "bias": "d"}
 NAMES = (
     PARAMETERS
-    | dict.fromkeys(("q", "k", "v"), "h .")
-    | dict.fromkeys(("a", "b", "w", "g", "beta"), "h")
+    | dict.fromkeys(("q", "k", "v", "erase_key"), "h .")
+    | dict.fromkeys(("a", "b", "w", "erase_strength", "g", "beta"), "h")
     | {"x": "d"}
 )
 """Names of dimensions of the arrays that may be split; any that follow have no name. In arrays of tokens, all but

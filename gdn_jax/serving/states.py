@@ -30,6 +30,7 @@ class StatePool(Pool):
 class StateKernels(StatePool):
     """A `StatePool` by kernels that read and write states in their slots."""
 
+    erases_at_once: ClassVar[bool] = True
     is_opaque: ClassVar[bool] = True
 
     def reason(self, tokens: Raw, where: Any) -> str | None:

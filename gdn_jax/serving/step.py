@@ -91,7 +91,7 @@ def decode(
     call = Call(scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation, lower_bound)
     memory, at = opened(pool, state_layout, null_slot), At(read_slots, write_slots, layer)
     raw = raw_tokens(q, k, v, a, b, w, A_log, dt_bias, lower_bound=lower_bound)
-    call, memory = _checked("B", call, raw, memory, at)
+    call, memory = checked("B", call, raw, memory, at)
     return shards.by_heads((type(memory).decode, call), memory, raw, at)
 
 
@@ -134,7 +134,7 @@ def decode_packed(
     gates = dict(qkv=together, lower_bound=lower_bound)
     raw = raw_tokens(*heads_of(qkv, memory), a, b, w, A_log, dt_bias, **gates)
     at = At(read_slots, write_slots, layer)
-    call, memory = _checked("B", Call(lower_bound=lower_bound, **options), raw, memory, at)
+    call, memory = checked("B", Call(lower_bound=lower_bound, **options), raw, memory, at)
     return shards.by_heads((type(memory).decode, call), memory, raw, at)
 
 
@@ -205,7 +205,7 @@ def verify(
     memory = opened(pool, state_layout, null_slot)
     spans = Spans(state_slots, num_accepted_tokens, num_tokens, parents, layer)
     raw = raw_tokens(q, k, v, a, b, w, A_log, dt_bias, lower_bound=lower_bound)
-    call, memory = _checked("N, T", call, raw, memory, spans)
+    call, memory = checked("N, T", call, raw, memory, spans)
     return shards.by_heads((type(memory).verify, call), memory, raw, spans)
 
 
@@ -229,7 +229,7 @@ def on_trial(run: Verify, arrays: Arrays, slots: Indices, T: int) -> tuple[Array
     return opened(arrays, STATE_LAYOUTS[0]).on_trial(run, slots, T)
 
 
-def _checked(letters: str, call: Call, raw: Raw, pool: Pool, where: At | Spans) -> tuple[Call, Pool]:
+def checked(letters: str, call: Call, raw: Raw, pool: Pool, where: At | Spans) -> tuple[Call, Pool]:
     """The options of a call of `decode` or `verify`, and the pool by the implementation that runs it.
 
     Args:

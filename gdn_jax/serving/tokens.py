@@ -50,6 +50,10 @@ class Raw(NamedTuple):
     qkv: Array | None = None
     """An array [..., D] whose channels q, k and v are, one after the other, if there is one. A kernel then reads
     them there, and q, k and v are never made."""
+    erase_key: Array | None = None
+    """Keys that are erased at before the write [..., Hk, K], for pools that `erases_at_once`; None for no erasure."""
+    erase_strength: Array | None = None
+    """Raw input of how much is erased there [..., HO]."""
 
     @property
     def by_channels(self) -> bool:
@@ -58,7 +62,7 @@ class Raw(NamedTuple):
 
     def check(self, *, letters: str, state_layout: str) -> Dims:
         """Dimensions of the call; raises ValueError for arrays that are not those of its tokens."""
-        q, k, v, a, b, w, A_log, dt_bias, _ = self
+        q, k, v, a, b, w, A_log, dt_bias = self[:8]
         dims = token_dims(q, k, v, letters=letters, state_layout=state_layout)
 
         def check(name: str, x: Any, shape: tuple[int, ...], axes: str, width: int, letter: str) -> None:
@@ -79,6 +83,9 @@ class Raw(NamedTuple):
             check_array("A_log", A_log, (dims.HO,), "HO")
             check_floating("A_log", A_log)
         check("dt_bias", dt_bias, (dims.HO,), "HO", a.shape[-1], "K")
+        if self.erase_key is not None:
+            check_array("w", self.erase_strength, *heads)
+            check_floating("w", self.erase_strength)
         return dims
 
     def prepare(self, states: Any, call: Call) -> "Tokens":
@@ -104,8 +111,8 @@ class Raw(NamedTuple):
     def with_token_axis(self) -> "Raw":
         """One token of every request, [B, ...], as [B, 1, ...]."""
         q, k, v, a, b = (x[:, None] for x in self[:5])
-        w, qkv = (None if x is None else x[:, None] for x in (self.w, self.qkv))
-        return Raw(q, k, v, a, b, w, self.A_log, self.dt_bias, qkv)
+        w, *rest = (None if x is None else x[:, None] for x in (self.w, *self[8:]))
+        return Raw(q, k, v, a, b, w, self.A_log, self.dt_bias, *rest)
 
 
 class Tokens(NamedTuple):

@@ -2,7 +2,8 @@
 
     S <- Diag(exp(g)) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
-    g = -exp(A_log) softplus(a + dt_bias), or lower_bound sigmoid(exp(A_log) (a + dt_bias))
+    g = -exp(A_log) softplus(a + dt_bias), or lower_bound sigmoid(exp(A_log) (a + dt_bias)), or
+        lower_bound (1 - exp(exp(A_log) softplus(a + dt_bias) / lower_bound))
 
 The decay scales rows of the state, so the sums over the state that was read are taken with decayed vectors:
 
@@ -77,9 +78,9 @@ class ChannelCta(Cta):
 
     tile_type = ChannelTile
 
-    def __init__(self, *arguments: Any, lower_bound: float | None, **static: Any):
+    def __init__(self, *arguments: Any, lower_bound: float | None, bound: str = "sigmoid", **static: Any):
         super().__init__(*arguments, **static)
-        self.lower_bound = lower_bound
+        self.lower_bound, self.bound = lower_bound, bound
 
     @classmethod
     def default_config(cls, sizes: Sizes, pool_dtype: Any, T: int, alone: int) -> Config:
@@ -119,7 +120,7 @@ class ChannelCta(Cta):
         a = load(gmem.a.at[self.row, t, pl.ds(self.first.a + head * K, K)], layout)
         bias = load(gmem.dt_bias.at[pl.ds(head * K, K)], layout)
         x = a.astype(jnp.float32) + bias.astype(jnp.float32)
-        return jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound))
+        return jnp.exp(log_decays(x, gmem.A_log[head].astype(jnp.float32), self.lower_bound, self.bound))
 
 
 def channel_step(
@@ -133,6 +134,7 @@ def channel_step(
     A_log: Float[Array, " HV"] | None,
     dt_bias: Float[Array, "HV K"],
     lower_bound: float | None,
+    bound: str = "sigmoid",
     first: Channels = ALONE,
     kind: type[ChannelCta] = ChannelCta,
     **options: Any,
@@ -145,10 +147,11 @@ def channel_step(
       A_log: rate of each head; None for 0.
       dt_bias: bias of each channel.
       lower_bound: the strongest log decay of the bounded gate, below 0; None for the other gate.
+      bound: how the gate comes to it, see `device.gates.log_decays`.
       kind: the `Cta` that knows the gates.
       options: of `step_of_channels`.
     """
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
     gates: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias.reshape(-1))
-    gates |= dict(kind=kind, settings=dict(lower_bound=lower_bound))
+    gates |= dict(kind=kind, settings=dict(lower_bound=lower_bound, bound=bound))
     return step_of_channels(q, k, v, a.reshape(*a.shape[:2], -1), b, pool, first=first, **gates, **options)

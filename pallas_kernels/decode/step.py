@@ -312,6 +312,7 @@ def step_of_channels(
     kind: type[Cta] = Cta,
     settings: dict[str, Any] | None = None,
     w: Float[Array, "N T Cw"] | None = None,
+    erase_key: Float[Array, "N T Ce"] | None = None,
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
@@ -335,7 +336,7 @@ def step_of_channels(
       layer: index of the second axis of a pool that serves a whole model.
       config: None for the default.
       kind, settings: the `Cta` that knows the gates, and what it is made with.
-      w: an input more, for a `Cta` that knows it.
+      w, erase_key: inputs more, for a `Cta` that knows them.
       interpret: parameters of Pallas' interpreter, None to compile.
       options: as for `Sizes.of`.
 
@@ -357,6 +358,7 @@ def step_of_channels(
     room = memory(sizes, config, T, num_tokens is not None, None if parents is None else pool.dtype)
     inputs = dict(q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_slots=read_slots)
     inputs |= dict(write_slots=write_slots, num_tokens=num_tokens, parents=parents, w=w)
+    inputs |= dict(erase_key=erase_key)
     results = launch(
         "decode_step",
         functools.partial(_body, kind=kind, **static),

@@ -28,12 +28,28 @@ def _log1p(z: jax.Array) -> jax.Array:
     return 2.0 * s * total
 
 
-def log_decays(x: jax.Array, A_log: jax.Array, lower_bound: float | None) -> jax.Array:
-    """g of x = f + dt_bias and A_log, float32."""
-    if lower_bound is None:
+def log_decays(
+    x: jax.Array, A_log: jax.Array, lower_bound: float | None, bound: str = "sigmoid"
+) -> jax.Array:
+    """g of x = f + dt_bias and A_log, float32.
+
+    Args:
+      bound: how g comes to the lower bound, as for `gdn_jax.gates.channel_log_decay`.
+    """
+    if lower_bound is None or bound == "exponential":
         bounded = jnp.maximum(x, -LARGEST_EXPONENT)
-        return -_exp(A_log + jnp.where(x < -LARGEST_EXPONENT, x, jnp.log(softplus(bounded))))
+        g = -_exp(A_log + jnp.where(x < -LARGEST_EXPONENT, x, jnp.log(softplus(bounded))))
+        return g if lower_bound is None else lower_bound * _one_minus_exp(g / -lower_bound)
     return lower_bound / (1.0 + jnp.exp(-_scaled(x, A_log)))
+
+
+def _one_minus_exp(x: jax.Array) -> jax.Array:
+    """1 - exp(x) of x <= 0 with float32's relative accuracy, which the difference loses for small x."""
+    # Terms of the series up to the eighth: the first one that is left out is 2^-26 of the sum.
+    small, total = jnp.maximum(x, -0.5), 1.0
+    for n in (8, 7, 6, 5, 4, 3, 2):
+        total = 1.0 + small / n * total
+    return jnp.where(x < -0.5, 1.0 - jnp.exp(x), -small * total)
 
 
 def log_decay_slopes(

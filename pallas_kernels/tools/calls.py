@@ -173,6 +173,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "erase": dict(erase=True),
     "halves": dict(halves=True),
     "strengths apart": dict(apart=True),
+    "erasing": dict(erasing=True),
     "backwards": dict(backwards=True),
     "normalised": dict(norm=True),
     "tree": dict(tree=True),
@@ -204,6 +205,7 @@ decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decod
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16
 decode by channels; decode by channels, bfloat16; decode by channels, vk, bounded
 decode by channels, vk, bfloat16, bounded; decode by channels, strengths apart, bfloat16
+decode by channels, erasing; decode by channels, erasing, bfloat16; decode by channels, erasing, vk, bfloat16
 verify, T 4; verify, T 4, bfloat16; verify, T 4, vk, uneven; verify, T 8, tree; verify, T 8, tree, bfloat16
 verify, T 8, tree, vk; verify, T 8, tree, vk, bfloat16; verify, T 8, tree, K 256, V 256
 verify by channels, T 4; verify by channels, T 8, tree, bfloat16; verify by channels, T 8, vk, tree

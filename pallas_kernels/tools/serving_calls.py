@@ -8,6 +8,7 @@ from pallas_kernels.decode.channel_ring import channel_drafts
 from pallas_kernels.decode.channel_step import channel_step
 from pallas_kernels.decode.drafts import Drafts, drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
+from pallas_kernels.decode.erasure_step import erasure_step
 from pallas_kernels.decode.ring import ChannelTokens, Rings, Tokens
 from pallas_kernels.decode.step import Channels, step, step_of_channels
 from pallas_kernels.device.needs import Needs
@@ -36,13 +37,16 @@ def joined_call(pool="f32") -> Call:
     return call(joined, f"bf16[256,1,768] bf16[256,1,1152] {pool}[256,2,128,128]", Needs.NOTHING, **gates)
 
 
-def channel_step_call(T=1, layout="kv", pool="f32", bounded=False, tree=False, apart=False) -> Call:
-    """`channel_step` or `apart_step` of T tokens on a pool of eight states, which is in place."""
+def channel_step_call(
+    T=1, layout="kv", pool="f32", bounded=False, tree=False, apart=False, erasing=False
+) -> Call:
+    """`channel_step`, `apart_step` or `erasure_step` of T tokens on a pool of eight states, which is in place."""
     known = dict(heads=(2, 2, 4), scale=0.1, kv_layout=layout == "kv", lower_bound=-5.0 if bounded else None)
     tokens = f"bf16[4,{T},256] bf16[4,{T},256] bf16[4,{T},512] {_of_channels(4, T, apart)}"
     gates = dict(A_log="f32[4]", dt_bias="f32[4,128]")
     slots = dict(read_slots="i32[4]", write_slots=f"i32[4,{T}]", parents=f"i32[4,{T}]" if tree else "-")
-    kernel = apart_step if apart else channel_step
+    kernel = apart_step if apart else erasure_step if erasing else channel_step
+    tokens += " bf16[4,1,2,128] bf16[4,1,4]" if erasing else ""
     return call(partial(kernel, **known), f"{tokens} {pool}[8,4,128,128]", **gates, **slots)
 
 

@@ -109,3 +109,38 @@ def test_a_token(requests, ring, implementation="mosaic_gpu"):
     assert_close(np.asarray(after, np.float64), np.asarray(pool, np.float64), close, "states")
     if not ring:
         np.testing.assert_array_equal(np.asarray(pool)[[0, -1]], np.asarray(states)[[0, -1]])
+
+
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_in_one_pass(dtype, layout, requests=128):
+    """One token is that of plain JAX from states of both dtypes and layouts; padding and repeats keep their bits."""
+    HK, HV, D = 8, 16, 128
+    keys = iter(jax.random.split(jax.random.key(6), 12))
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape).astype(dtype)
+
+    x = dict(q=normal(requests, HK, D), k=normal(requests, HK, D), v=normal(requests, HV, D))
+    x |= dict(a=4 * normal(requests, HV, D), b=normal(requests, HV), w=normal(requests, HV))
+    x |= dict(erase_key=normal(requests, HK, D), A_log=jnp.linspace(-1, 1, HV))
+    x |= dict(dt_bias=jnp.full((HV, D), -2.0))
+    pool = normal(requests + 2, HV, D, D, dtype=dtype)
+    slots = np.random.default_rng(0).permutation(requests + 2)[:requests].astype(np.int32)
+    slots[1] = -1
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, x, pool):
+        options = dict(lower_bound=-5.0, state_layout=layout, implementation=implementation)
+        return serving.erase_then_delta_decode(**x, pool=pool, read_slots=jnp.asarray(slots), **options)
+
+    want, after = (np.asarray(y, np.float64) for y in run("xla", x, pool))
+    results = [jax.tree.map(np.asarray, run("mosaic_gpu", x, pool)) for _ in range(20)]
+    o, new = (np.asarray(y, np.float64) for y in results[0])
+    assert_close(want, o, tolerance("o", "bfloat16"), "o")
+    assert_close(after, new, tolerance("final_state", dtype), "states")
+    others = np.setdiff1d(np.arange(requests + 2), slots)
+    np.testing.assert_array_equal(new[others], np.asarray(pool, np.float64)[others])
+    for other in results[1:]:
+        for first, again in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(first.view(np.uint8), again.view(np.uint8))
