@@ -153,9 +153,9 @@ class Attention(nnx.Module):
           dtype: of keys and values; default the compute dtype (param_dtype where that is None).
         """
         kind = AttentionCache if capacity is None else FixedAttentionCache
-        shape = (batch, capacity or 0, self.num_kv_heads, self.head_dim)
-        dtype = dtype or self.dtype or self.param_dtype
-        return kind(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+        shape, dtype = (batch, capacity or 0, self.num_kv_heads), dtype or self.dtype or self.param_dtype
+        k, v = (jnp.zeros((*shape, width), dtype) for width in self.cache_widths)
+        return kind(k, v, jnp.zeros(batch, jnp.int32))
 
     def __call__(
         self,

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers.blocks import Initializer, Projection, RMSNorm, products
-from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, rotate
+from gdn_jax.models.attention import Attention, rotate
 from gdn_jax.models.config import LatentAttentionConfig
 from gdn_jax.parts.attention_rows import latent_rows
 
@@ -27,7 +27,8 @@ class LatentAttention(Attention):
         y         = (o * sigmoid(x Wg)) Wo                    the gate one number a head, where there is one
 
     With rope_theta q_r and k_r are rotated by their position, in the pairs (0, 1), (2, 3) and so on. The cache holds
-    c and k_r alone. A call with a cache multiplies queries and outputs by the parts of Wb instead of expanding it.
+    k_r and c alone, as k and v of one head. A call with a cache multiplies queries and outputs by the parts of Wb
+    instead of expanding it.
 
     Args:
       hidden_size: width of x and y.
@@ -84,15 +85,6 @@ class LatentAttention(Attention):
         self.kv_b_proj = linear(config.kv_rank, H * (config.nope_dim + config.v_dim))
         self.g_proj = linear(hidden_size, H) if config.head_gate else None
         self.o_proj = linear(H * config.v_dim, hidden_size, out_kernel_init or init)
-
-    def init_cache(
-        self, batch: int, capacity: int | None = None, dtype: DTypeLike | None = None
-    ) -> AttentionCache:
-        """See `Attention.init_cache`: k is k_r, and v is c, of one head."""
-        kind = AttentionCache if capacity is None else FixedAttentionCache
-        dtype = dtype or self.dtype or self.param_dtype
-        k, v = (jnp.zeros((batch, capacity or 0, 1, width), dtype) for width in self.cache_widths)
-        return kind(k, v, jnp.zeros(batch, jnp.int32))
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"] | None = None

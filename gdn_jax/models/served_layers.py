@@ -255,8 +255,7 @@ class Attending:
                 "capacity: expected the tokens of a request, which attention layers keep, got None"
             )
         check_whole("capacity", capacity, 0)
-        kind = Attention if mixer.config.window else type(mixer)
-        return FixedAttentionCache(*kind.init_cache(mixer, slots, capacity))
+        return FixedAttentionCache(*Attention.init_cache(mixer, slots, capacity))
 
     def prefill(
         self,

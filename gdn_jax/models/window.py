@@ -14,17 +14,9 @@ class WindowAttention(Attention):
     def init_cache(
         self, batch: int, capacity: int | None = None, dtype: DTypeLike | None = None
     ) -> WindowCache:
-        """The cache before the first token.
-
-        Args:
-          batch: sequences.
-          capacity: not read: a ring has room for any number of tokens.
-          dtype: of keys and values; default the compute dtype (param_dtype where that is None).
-        """
+        """See `Attention.init_cache`: a ring has room for any number of tokens, so capacity is not read."""
         del capacity
-        shape = (batch, self._window, self.num_kv_heads, self.head_dim)
-        dtype = dtype or self.dtype or self.param_dtype
-        return WindowCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32))
+        return WindowCache(*super().init_cache(batch, self._window, dtype))
 
     def mix(self, q, k, v, cache, count, lengths, segment_ids, return_cache):
         """See `Attention.mix`."""

@@ -248,14 +248,14 @@ FAULTS = (
     ),
     Fault(
         "the cache of latent attention has the parameters' dtype",
-        "self.dtype or self.param_dtype\n        k, v = (jnp.zeros((batch, capacity or 0, 1, width)",
-        "self.param_dtype\n        k, v = (jnp.zeros((batch, capacity or 0, 1, width)",
+        "dtype or self.dtype or self.param_dtype\n        k, v = (jnp.zeros((*shape, width)",
+        "dtype or self.param_dtype\n        k, v = (jnp.zeros((*shape, width)",
         "tests/hf/test_hf_latent.py::test_latent_attention_is_its_definition_with_every_part_and_in_any_pieces",
     ),
     Fault(
         "the cache of a window has the parameters' dtype",
-        "self.dtype or self.param_dtype\n        return WindowCache",
-        "self.param_dtype\n        return WindowCache",
+        "return WindowCache(*super().init_cache(batch, self._window, dtype))",
+        "return WindowCache(*super().init_cache(batch, self._window, dtype or self.param_dtype))",
         "tests/hf/test_hf_window.py::test_a_window_attends_as_its_definition_says_in_any_pieces",
     ),
     Fault(
