@@ -1,7 +1,7 @@
 """One token of every row on states that kernels change in place: the step of generation.
 
 `mix_token` is the convolution and the rule from the products of a layer's input, which its two kernels read where
-they lie. On a mesh, and without a convolution, `parts.token_step` is the rule alone.
+they lie. On a mesh, and without a convolution, the rule alone is a kernel: the cache is then a pool of `serving`.
 """
 
 import dataclasses

@@ -67,6 +67,7 @@ class At(NamedTuple):
     """Where the states of a call's requests lie; the arguments of `prefill` have these names."""
 
     read_slots: Any
+    """None for the kernels of a token, on a cache: the state of each row lies in the slot of its number."""
     write_slots: Any = None
     layer: Any = None
     has_initial_state: Any = None
@@ -74,6 +75,11 @@ class At(NamedTuple):
 
     is_tree = False
     """Whether tokens of a call may follow others than the one before."""
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether the pool is a cache, whose slots are the rows of a call."""
+        return self.read_slots is None
 
     def check(self, pool: Any, letters: str, number: int | None, *, unique: bool = True) -> None:
         """Raises ValueError unless there are so many slots to read and to write, and where known values are wrong.
@@ -97,6 +103,9 @@ class Spans(NamedTuple):
     num_tokens: Any = None
     parents: Any = None
     layer: Any = None
+
+    are_rows = False
+    """See `At.are_rows`."""
 
     @property
     def is_tree(self) -> bool:

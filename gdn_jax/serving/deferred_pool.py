@@ -140,8 +140,8 @@ class DeferredPool(Pool, of=RingPool):
         o, arrays = run(self.arrays, at, jnp.ones(at.shape, jnp.int32))
 
         def accept(count: Array) -> Any:
-            rings = self.holding(arrays)
-            return shards.change((DeferredPool.accept,), rings.axes, rings, Spans(at, count)).arrays
+            rings, spans = self.holding(arrays), Spans(at, count)
+            return shards.change((DeferredPool.accept,), rings.axes(spans), rings, spans).arrays
 
         return o, accept
 

@@ -89,6 +89,8 @@ def in_slots(pool: Any, at: At, run: Callable[..., tuple[Array, Any]]) -> tuple[
 
     Where a request writes what another reads, it runs on copies of all slots that are read.
     """
+    if at.are_rows:
+        return run(pool, None, None, at.layer)
     numbers = int32(at.read_slots, pool)
     if at.write_slots is None:
         return run(pool, numbers, numbers, at.layer)

@@ -83,12 +83,12 @@ class Pool:
         """How many slots there are."""
         return slot_count(self.arrays)
 
-    @property
-    def axes(self) -> Any:
-        """Names of all dimensions."""
+    def axes(self, where: At | Spans) -> Any:
+        """Names of all dimensions, in a call on these slots."""
+        slots = "b" if where.are_rows else "s"
 
         def one(x: Any, names: str) -> str | None:
-            return None if x is None else " ".join(("s", *"." * (x.ndim - 1 - len(names.split())), names))
+            return None if x is None else " ".join((slots, *"." * (x.ndim - 1 - len(names.split())), names))
 
         return self.holding(jax.tree.map(one, self.arrays, self.names, is_leaf=lambda x: x is None))
 

@@ -54,7 +54,7 @@ def accept(
     check_integers("num_accepted_tokens", num_accepted_tokens, tuple(read_slots.shape), "N")
     check_range("num_accepted_tokens", num_accepted_tokens, 1, pool.length)
     spans = Spans(read_slots, num_accepted_tokens, layer=layer)
-    return shards.change((DeferredPool.accept,), rings.axes, rings, spans).arrays
+    return shards.change((DeferredPool.accept,), rings.axes(spans), rings, spans).arrays
 
 
 def flush(
@@ -78,7 +78,7 @@ def flush(
     """
     rings, at = _rings(pool, state_layout, null_slot, layer), At(read_slots, layer=layer)
     at.check(rings, "N", None)
-    return shards.change((DeferredPool.flush,), rings.axes, rings, at).arrays
+    return shards.change((DeferredPool.flush,), rings.axes(at), rings, at).arrays
 
 
 def snapshot(

@@ -53,8 +53,9 @@ class StateKernels(StatePool):
         options |= {"q": q, "k": k, "v": v}
         kernel = kernels.step(call, x)
 
-        def run(pool: Pool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
-            slots = {"read_slots": read, "write_slots": write[:, None], "null_slot": pool.null_slot}
+        def run(pool: Pool, read: Array | None, write: Array | None, layer: Any) -> tuple[Array, Any]:
+            write = write if write is None else write[:, None]
+            slots = {"read_slots": read, "write_slots": write, "null_slot": pool.null_slot}
             o, arrays = kernel(pool=pool.arrays, **slots, **options, layer=layer)
             return o[:, 0], pool.holding(arrays)
 

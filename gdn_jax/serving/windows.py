@@ -72,7 +72,7 @@ class WindowKernels(WindowPool):
 
         x, weight, bias, _ = raw
 
-        def run(pool: Pool, read: Array, write: Array, layer: Any) -> tuple[Array, Any]:
+        def run(pool: Pool, read: Array | None, write: Array | None, layer: Any) -> tuple[Array, Any]:
             slots = {"read_slots": read, "write_slots": write, "null_slot": pool.null_slot}
             options: dict[str, Any] = {"silu": call == "silu", "interpret": interpreter.get()}
             y, arrays = conv_update(x, pool.arrays, weight, bias, **slots, **options, layer=layer)

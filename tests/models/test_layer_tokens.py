@@ -19,6 +19,7 @@ from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.recurrent import HeadRows, grouped
 from gdn_jax.parts import norms
 from gdn_jax.parts.kernels import trusted
+from gdn_jax.serving.call import interpreted
 from pallas_kernels.decode import conv_update, step
 from pallas_kernels.layer import norm
 
@@ -60,7 +61,7 @@ def test_token_of_a_layer(options, whole, monkeypatch):
     expected = jax.jit(plain)(*args)
     calls = interpret_tokens(monkeypatch, *TOKENS)
     monkeypatch.setattr(norm, "add_norm", functools.partial(norm.add_norm, interpret=INTERPRET))
-    with trusted(whole=whole):
+    with trusted(whole=whole), interpreted(INTERPRET):
         y, cache = token_layer(**options)[1](*args)
     assert calls == ["conv_update"] * whole + ["step_of_channels"]
     close(expected[0], y, "y")
@@ -129,7 +130,8 @@ def test_tokens_by_kernels_have_no_derivative(whole):
     def loss(*args):
         return jnp.sum(token_layer()[1](*args)[0])
 
-    with trusted(whole=whole), pytest.raises(NotImplementedError, match=r"differentiate model\(...\) itself"):
+    refused = pytest.raises(NotImplementedError, match=r"differentiate model\(...\) itself")
+    with trusted(whole=whole), interpreted(INTERPRET), refused:
         jax.eval_shape(jax.grad(loss), *args)
 
 

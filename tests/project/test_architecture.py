@@ -227,7 +227,7 @@ ROOMS: dict[str, set[str]] = {
         "parts.products",
         "parts",
         "parallel",
-        "rules",
+        *("serving", "rules"),
         "layers.blocks",
         "layers",
         "models.attention",

@@ -108,7 +108,7 @@ def interpret_tokens(monkeypatch, *kernels) -> list[str]:
 
     def told(name, kernel, *args, **options):
         calls.append(name)
-        return kernel(*args, interpret=INTERPRET, **options)
+        return kernel(*args, **options | {"interpret": INTERPRET})
 
     for module, name in kernels:
         monkeypatch.setattr(module, name, functools.partial(told, name, getattr(module, name)))

@@ -20,12 +20,17 @@ from gdn_jax.models.inference.projections import (
     multiply_factors,
     weights_of,
 )
-from gdn_jax.parts import delta_layer, heads_product, token, token_step
-from gdn_jax.parts.kernels import is_whole
+from gdn_jax.parts import delta_layer, heads_product, token
+from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.rules.gated_delta import GATED_DELTA
+from gdn_jax.serving.call import At
+from gdn_jax.serving.call import Call as TokenCall
+from gdn_jax.serving.shards import by_heads
+from gdn_jax.serving.states import StateKernels
+from gdn_jax.serving.tokens import Raw
 from gdn_jax.shapes import Convolution
 
 INPUTS = tuple(f"{name}_proj" for name in ("q", "k", "v", "a", "f", "f_a", "g_a", "b", "w", "g"))
@@ -195,10 +200,12 @@ class HeadRows(TokenRows):
         y, conv = m.convolve_token(qkv, cache.conv)
         q, k, v = split_normalized(y[:, 0], m.num_heads, m.head_dim, normalize=False)
         v = v.reshape(-1, m.num_v_heads, m.head_v_dim)
-        arrays = q, k, v, a[:, 0], b[:, 0], m.A_log[...], m.dt_bias[...], cache.state
-        if not token_step.takes(*arrays, implementation=m.implementation):
+        raw = Raw(q, k, v, a[:, 0], b[:, 0], None, m.A_log[...], m.dt_bias[...])
+        pool, at = StateKernels(cache.state), At(None)
+        if not usable(m.implementation, part="the step of a token", reason=pool.reason(raw, at)):
             return None
-        o, state = token_step.token_step(*arrays, allow_neg_eigval=m.allow_neg_eigval)
+        step = StateKernels.decode, TokenCall(m.head_dim**-0.5, allow_neg_eigval=m.allow_neg_eigval)
+        o, state = token_op(by_heads)(step, pool, raw, at)
         return m.rule_output(o[:, None], x), RecurrentCache(conv, state)
 
 
