@@ -4,15 +4,16 @@ A kind of layers is an object with the same five methods. The arguments of the c
 """
 
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from gdn_jax import serving
-from gdn_jax.layers import EraseThenDelta, RecurrentMixer
+from gdn_jax.layers import EraseThenDelta, RecurrentCache, RecurrentMixer
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, with_tokens
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
@@ -25,12 +26,8 @@ from gdn_jax.serving.states import StatePool
 from gdn_jax.serving.step import draft_slots, on_trial
 from gdn_jax.shapes import check_whole
 
-
-class LayerPools(NamedTuple):
-    """Contents of the slots for one recurrent layer."""
-
-    conv: Float[Array, "slots D W1"]
-    state: Float[Array, "slots HO K V"] | serving.ByteStates | serving.RingPool
+LayerPools = RecurrentCache
+"""Contents of the slots for one recurrent layer: a cache whose rows are slots. The state may be any pool's arrays."""
 
 
 class Recurrent:
@@ -59,8 +56,8 @@ class Recurrent:
             raise ValueError(
                 f"dtype: expected 16 bits or more without a ring, whose states each token rounds, got {dtype!r}"
             )
-        conv, state = mixer.init_cache(slots)
-        state = of_dtype(state, dtype)
+        conv, states = mixer.init_cache(slots)
+        state: Any = of_dtype(states, dtype)
         if ring is not None:
             heads = dict(num_key_heads=mixer.num_heads, channels=mixer.by_channels)
             state = serving.make_ring_pool(state, length=ring * self.entries, **heads)
@@ -103,17 +100,15 @@ class Recurrent:
         """One token of every request."""
         qkv = mixer.project_qkv(x)[:, 0]
         qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
-        a, b, w = mixer.raw_gates(x)
-        o, state = serving.decode_packed(
-            qkv,
-            a[:, 0],
-            b[:, 0],
-            pool.state,
-            w=None if w is None else w[:, 0],
-            read_slots=slots,
-            **self._options(mixer),
-        )
+        o, state = self._token(mixer, x, qkv, pool.state, slots)
         return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
+
+    def _token(
+        self, mixer: Any, x: Float[Array, "B 1 D"], qkv: Float[Array, "B C"], state: Any, slots: Indices
+    ) -> tuple[Float[Array, "B HO V"], Any]:
+        """The rule of one token of every request, after the convolution."""
+        a, b, w = jax.tree.map(lambda y: y[:, 0], mixer.raw_gates(x))
+        return serving.decode_packed(qkv, a, b, state, w=w, read_slots=slots, **self._options(mixer))
 
     def verify(
         self,
@@ -198,17 +193,12 @@ class Erasing(Recurrent):
         erasure = mixer.erase_keys(x), strength
         return serving.erase_then_delta_prefill(*qkv, g, beta, *erasure, cu_seqlens, state, **options)
 
-    def decode(
-        self, mixer: Any, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
-    ) -> tuple[Float[Array, "B 1 D"], LayerPools]:
-        """One token of every request."""
-        qkv = mixer.project_qkv(x)[:, 0]
-        qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
+    def _token(
+        self, mixer: Any, x: Float[Array, "B 1 D"], qkv: Float[Array, "B C"], state: Any, slots: Indices
+    ) -> tuple[Float[Array, "B HO V"], Any]:
         a, b, e, w = (y[:, 0] for y in self._erasure(mixer, x))
-        o, state = serving.erase_then_delta_decode(
-            *_heads(mixer, qkv), a, b, e, w, pool.state, read_slots=slots, **self._options(mixer)
-        )
-        return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
+        tokens = *_heads(mixer, qkv), a, b, e, w
+        return serving.erase_then_delta_decode(*tokens, state, read_slots=slots, **self._options(mixer))
 
     def _rule(self, mixer: Any, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
         def run(state: Any, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:

@@ -24,13 +24,12 @@ from gdn_jax.parts import delta_layer, heads_product, token
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import Addend, array_of
-from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.serving.call import At
 from gdn_jax.serving.call import Call as TokenCall
 from gdn_jax.serving.shards import by_heads
 from gdn_jax.serving.states import StateKernels
-from gdn_jax.serving.tokens import Raw
+from gdn_jax.serving.tokens import Raw, heads_of
 from gdn_jax.shapes import Convolution
 
 INPUTS = tuple(f"{name}_proj" for name in ("q", "k", "v", "a", "f", "f_a", "g_a", "b", "w", "g"))
@@ -198,10 +197,8 @@ class HeadRows(TokenRows):
         m = self.mixer
         qkv, a, b = m.project(x)
         y, conv = m.convolve_token(qkv, cache.conv)
-        q, k, v = split_normalized(y[:, 0], m.num_heads, m.head_dim, normalize=False)
-        v = v.reshape(-1, m.num_v_heads, m.head_v_dim)
-        raw = Raw(q, k, v, a[:, 0], b[:, 0], None, m.A_log[...], m.dt_bias[...])
         pool, at = StateKernels(cache.state), At(None)
+        raw = Raw(*heads_of(y[:, 0], pool), a[:, 0], b[:, 0], None, m.A_log[...], m.dt_bias[...])
         if not usable(m.implementation, part="the step of a token", reason=pool.reason(raw, at)):
             return None
         step = StateKernels.decode, TokenCall(m.head_dim**-0.5, allow_neg_eigval=m.allow_neg_eigval)
