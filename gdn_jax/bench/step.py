@@ -27,7 +27,7 @@ from gdn_jax.bench.passes import Problem
 from gdn_jax.bench.peers import JaxPeer
 from gdn_jax.bench.rows import Row
 from gdn_jax.bench.sizes import model_config
-from gdn_jax.bench.training import training_step
+from gdn_jax.bench.training import StepProblem, training_step
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Positive
 from gdn_jax.models import ModelConfig
@@ -132,7 +132,8 @@ class StepBenchmark(Benchmark):
     def time_length(self, config: ModelConfig, about: dict[str, Any]) -> Iterator[Result]:
         """Times the step on rows of one length."""
         length = about["length"]
-        with training_step(config, self.tokens // length, length, Placement(), self.seed) as step:
+        problem = StepProblem(config, self.tokens // length, length, Placement(), self.seed)
+        with training_step(problem) as step:
             timing = measure.by_clock(step.once, self.repeats, STEPS)
             kinds, kernels = _kinds(step.once) if measure.on_gpu() else ({}, {})
         per_second = self.tokens / timing.ms * 1e3

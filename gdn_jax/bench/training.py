@@ -1,4 +1,8 @@
-"""A compiled training step on random tokens, as `gdn train` makes it, for the benchmarks that time one."""
+"""A compiled training step on random tokens, as `gdn train` makes it, for the benchmarks that time one.
+
+A step is lowered from shapes alone, so that several can be compiled at the same time before any of their arrays is
+made.
+"""
 
 import contextlib
 import time
@@ -6,10 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.parallel import sharding
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
 from gdn_jax.training.placement import Placement
@@ -17,7 +25,10 @@ from gdn_jax.training.tasks.batch import Batch
 
 
 class TrainingStep(NamedTuple):
-    """A compiled step, the function that runs it from where the last one ended, and the seconds before."""
+    """A compiled step, the function that runs it from where the last one ended, and the seconds before.
+
+    first_step_s: of tracing, lowering, compiling and running the first step; run_s: of these the run.
+    """
 
     program: Any
     once: Callable[[], steps.StepMetrics]
@@ -25,36 +36,104 @@ class TrainingStep(NamedTuple):
     grad_norm: float
     init_s: float
     first_step_s: float
+    run_s: float
+
+
+class StepProblem(NamedTuple):
+    """What a step computes, and where."""
+
+    config: ModelConfig
+    rows: int
+    length: int
+    placement: Placement
+    seed: int
+
+    def model(self) -> LanguageModel:
+        """The model with fresh weights."""
+        return LanguageModel(self.config, rngs=nnx.Rngs(self.seed))
+
+
+OPTIMIZER = steps.make_optimizer(ScheduleOptions(), 1000, 1e-3)
+
+
+def lowered(problem: StepProblem) -> jax.stages.Lowered:
+    """Traces and lowers a step; makes no array."""
+    _, rows, length, placement, _ = problem
+    graphdef, params, rest = nnx.split(nnx.eval_shape(problem.model), nnx.Param, ...)
+    state = steps.TrainState(params, jax.eval_shape(OPTIMIZER.init, params))
+    shapes = (rows, length), jnp.int32
+    batch = Batch(*(jax.ShapeDtypeStruct(*shapes),) * 2, jax.ShapeDtypeStruct((rows, length), jnp.float32))
+    mesh = placement.mesh
+    if mesh is None:
+        where, shardings = SingleDeviceSharding(jax.devices()[0]), None
+        state = jax.tree.map(lambda x: _at(x, where), state)
+        batch = jax.tree.map(lambda x: _at(x, where), batch)
+    else:
+        shardings = steps.TrainState._make(sharding.state_shardings(OPTIMIZER, params, mesh, placement.shape))
+        state = jax.tree.map(_at, state, shardings)
+        batch = jax.tree.map(lambda x: _at(x, sharding.batch_sharding(mesh)), batch)
+    with placement.active():
+        train: Any = steps.make_functions(graphdef, OPTIMIZER, 1, shardings=shardings).train
+        return train.lower(rest, state, batch)
+
+
+def _at(x: jax.ShapeDtypeStruct, where: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def weights(problem: StepProblem) -> tuple[PyTree, PyTree]:
+    """The fresh weights of a problem's model, and the rest of `nnx.split`."""
+    _, params, rest = nnx.split(problem.model(), nnx.Param, ...)
+    return params, rest
 
 
 @contextlib.contextmanager
-def training_step(
-    config: ModelConfig, rows: int, length: int, placement: Placement, seed: int, **compiler_options: Any
+def running(
+    problem: StepProblem, program: Any, given: tuple[PyTree, PyTree], before_s: float = 0.0
 ) -> Iterator[TrainingStep]:
-    """A training step on random tokens, which runs inside the block; the first step is done."""
+    """A step on random tokens, which runs inside the block; the first step is done.
+
+    Args:
+      problem: what it computes.
+      program: `lowered(problem)`, compiled.
+      given: `weights(problem)`, or equal arrays of the host.
+      before_s: seconds of tracing, lowering and compiling.
+    """
+    _, rows, length, placement, seed = problem
     started = time.perf_counter()
-    model = LanguageModel(config, rngs=nnx.Rngs(seed))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    del model
-    optimizer = steps.make_optimizer(ScheduleOptions(), 1000, 1e-3)
+    params, rest = given
     with placement.active():
-        state, shardings = placement.state(params, optimizer)
-        del params
+        params = jax.tree.map(jnp.asarray, params) if placement.mesh is None else params
+        state, _ = placement.state(params, OPTIMIZER)
+        del params, given
         jax.block_until_ready(state)
         init_s = time.perf_counter() - started
         rng = np.random.default_rng(seed)
-        text = rng.integers(0, config.vocab_size, (rows, length + 1)).astype(np.int32)
+        text = rng.integers(0, problem.config.vocab_size, (rows, length + 1)).astype(np.int32)
         batch = Batch(text[:, :-1], text[:, 1:], np.ones((rows, length), np.float32))
         batch = jax.device_put(placement.batch(batch))
-        train: Any = steps.make_functions(graphdef, optimizer, 1, shardings=shardings).train
         started = time.perf_counter()
-        program = train.lower(rest, state, batch).compile(compiler_options)
         state, metrics = jax.block_until_ready(program(rest, state, batch))
-        first_step_s = time.perf_counter() - started
+        run_s = time.perf_counter() - started
 
         def once() -> steps.StepMetrics:
             nonlocal state
             state, metrics = program(rest, state, batch)
             return metrics
 
-        yield TrainingStep(program, once, float(metrics.loss), float(metrics.grad_norm), init_s, first_step_s)
+        loss, norm = float(metrics.loss), float(metrics.grad_norm)
+        yield TrainingStep(program, once, loss, norm, init_s, before_s + run_s, run_s)
+
+
+@contextlib.contextmanager
+def training_step(problem: StepProblem, **compiler_options: Any) -> Iterator[TrainingStep]:
+    """A step on random tokens, which runs inside the block; the first step is done."""
+    started = time.perf_counter()
+    given = weights(problem)
+    weights_s = time.perf_counter() - started
+    started = time.perf_counter()
+    program = lowered(problem).compile(compiler_options)
+    before_s = time.perf_counter() - started
+    with running(problem, program, given, before_s) as step:
+        del given
+        yield step._replace(init_s=step.init_s + weights_s)

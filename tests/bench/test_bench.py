@@ -154,6 +154,7 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("scale --mesh data=99", "--mesh: expected at most"),
         ("scale --length 60", "--length: expected a divisor of --step-tokens 32768, got 60"),
         ("scale --kernels", "--kernels: expected a GPU to profile, got cpu"),
+        ("scale --xla xla_gpu_x", "--xla: expected options with a value, as in"),
         (
             "walk",
             "expected one of rule, kernels, parts, step, generate, decode, prefill, serve, scale, devices, all, "

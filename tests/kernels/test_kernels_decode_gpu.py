@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pool_steps
 import pytest
-from collectives import traffic
 from jax import lax
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec
@@ -20,6 +19,7 @@ from pool_steps import CASES, DRAFT_CASES, LENGTH, RING_CASES, TOKENS, TREES, Ca
 from tolerances import assert_close, rms_ratio
 
 from gdn_jax import serving
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import oracle
 from gdn_jax.checks.accuracy import BOUNDS
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import layer_kernels
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from fused_harness import close, draws
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.parts import experts
 from pallas_kernels.layer import expert_gradient, expert_product, expert_swiglu, expert_tiles
 from pallas_kernels.layer.expert_product import Config

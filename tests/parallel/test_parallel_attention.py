@@ -6,13 +6,13 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from collectives import traffic
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 from tolerances import assert_close
 
 import gdn_jax
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel.mesh import CONTEXT, DATA, MeshShape

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,6 +15,7 @@ from meshes import mesh_from, mesh_of, spec, value_and_gradients
 from tolerances import GRADIENTS, STATES, STRENGTHS, assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases, oracle
 from gdn_jax.parallel import context, exchange, token_shards
 from gdn_jax.parallel.borders import Borders

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from harness import tiers
 from meshes import mesh_of, spec, value_and_gradients
 
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.parallel import context_conv
 from gdn_jax.parts.conv import causal_conv1d
 from gdn_jax.parts.short_conv import split_normalized

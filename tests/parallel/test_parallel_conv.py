@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, MeshShape
 from gdn_jax.parts.conv import causal_conv1d

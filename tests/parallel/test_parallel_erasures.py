@@ -4,11 +4,11 @@ import erasures
 import jax
 import numpy as np
 import pytest
-from collectives import traffic
 from meshes import AUTO, EXPLICIT, PLACEMENTS, mesh_from, mesh_of, place, spec, value_and_gradients
 from tolerances import assert_close, head_axis, tolerance
 
 from gdn_jax import erase_then_delta_rule
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases
 from gdn_jax.parallel import context, token_shards
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from flax import nnx
 from jax.core import ShapedArray
@@ -28,6 +27,7 @@ from meshes import (
 )
 
 import gdn_jax
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.parallel import sharding

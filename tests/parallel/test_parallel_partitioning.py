@@ -8,7 +8,6 @@ import jax
 import meshes
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from jax.sharding import NamedSharding
 from meshes import (
@@ -26,6 +25,7 @@ from meshes import (
 from tolerances import GRADIENTS, STATES, STRENGTHS, assert_close, head_axis, tolerance
 
 import gdn_jax
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import rule
 

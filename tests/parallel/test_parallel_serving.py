@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from collectives import traffic
 from device_arrays import put
 from jax import export
 from jax.sharding import NamedSharding
@@ -18,6 +17,7 @@ from serving_cases import draw, draw_pool
 
 import gdn_jax
 from gdn_jax import partitioning, serving
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.serving import shards
 from gdn_jax.serving.deferred_pool import DeferredPool
 from gdn_jax.serving.states import StatePool

@@ -2,11 +2,11 @@
 
 import jax
 import numpy as np
-from collectives import traffic
 from fused_harness import SWIGLU_NAMES, close, draws
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_from
 
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.parallel import head_shards
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD
 from gdn_jax.parts import products

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
-from collectives import traffic
 from flax import nnx
 from harness import tiers
 from jax.sharding import PartitionSpec
 from meshes import mesh_from
 from steps_on_meshes import CONFIG, LENGTH, ROWS, check_same_steps, three_steps
 
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.bench.sizes import SIZES
 from gdn_jax.commands import cli
 from gdn_jax.models import LanguageModel
@@ -435,6 +435,8 @@ def test_bench(meshes, capsys, tmp_path, monkeypatch):
         *(("rule", mesh) for other in meshes for mesh in ("data=1", other)),
         *(("step", mesh) for mesh in ("data=1", *meshes)),
     ]
+    alone = [r["mesh"] == "data=1" or (r["part"], r["mesh"]) == ("rule", "data=8") for r in results]
+    assert [r["sent MiB"] == 0 for r in results] == alone  # rows need nothing of each other
     errors = [r["error"] for r in results[1 : 2 * len(meshes) : 2]]
     assert errors[-1] < 1e-5 and all(error < 1e-6 for error in errors[:-1])
     assert "efficiency" in capsys.readouterr().out

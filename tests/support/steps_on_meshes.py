@@ -2,10 +2,10 @@
 
 import jax
 import numpy as np
-from collectives import traffic
 from flax import nnx
 from meshes import mesh_from
 
+from gdn_jax.bench.collectives import traffic
 from gdn_jax.models import LanguageModel, ModelConfig
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
