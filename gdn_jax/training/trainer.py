@@ -120,6 +120,7 @@ class Trainer:
                 shardings,
                 options.model.mtp_weight,
                 STARTS[options.run.start],
+                run.overlap and placement.shape.size > 1,
             )
             try:
                 jax.eval_shape(functions.train, rest, state, placement.batch(batch))
