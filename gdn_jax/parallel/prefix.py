@@ -45,12 +45,13 @@ def entering(own: Affine, axis_name: str, *, backwards: bool = False) -> Float[A
     e, m = own
     if backwards:
         m = jnp.swapaxes(m, -1, -2)
-    distance = 1
+    V, distance = e.shape[-1], 1
     while distance < size - 1:
-        before = shift(e, distance)
-        e = e + product(m, before)
-        if 2 * distance < size - 1:
-            merged = product(m, shift(m, distance))
-            m = jnp.where(index >= distance, merged, m)
+        is_last = 2 * distance >= size - 1
+        columns = e if is_last else jnp.concatenate([e, m], -1)  # so that one message and one product do
+        merged = product(m, shift(columns, distance))
+        e = e + merged[..., :V]
+        if not is_last:
+            m = jnp.where(index >= distance, merged[..., V:], m)
         distance *= 2
     return shift(e, 1)

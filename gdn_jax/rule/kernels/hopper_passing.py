@@ -113,7 +113,9 @@ def _transition(
     """
     first, end = _items_of(items, sequence, shape[0])
     number = items.split.num_items // shape[0]
-    if sequence is not None:  # one sequence has at most so many
+    if sequence is None:
+        number -= 1
+    else:  # one sequence has at most so many
         number = min(number, -(-shape[1] // (64 * items.split.segment_chunks)) + 2)
     index = jnp.minimum(first, items.split.num_items - number)[:, None] + jnp.arange(number)
     inside = ((index >= first[:, None]) & (index < end[:, None] - 1))[..., None, None, None]
