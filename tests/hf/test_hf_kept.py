@@ -23,6 +23,7 @@ from gdn_jax.models import ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.costs import bytes_of_step, parameters, weight_bytes
 from gdn_jax.models.experts import BlockExperts
 from gdn_jax.models.inference.program import for_decoding, for_inference
+from gdn_jax.models.inference.projections import BlockGroup
 from gdn_jax.models.lora import add_lora
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.models.served import ServedModel
@@ -152,7 +153,8 @@ def test_experts_of_few_rows():
 
 @pytest.mark.parametrize("experts", [None, ExpertsConfig(16, 2, 64, 64)])
 def test_no_copy_for_single_tokens_has_whole_weights(experts):
-    """Parts whose weights are in 8 bits stay as they are in the copies for inference, in compute dtypes too."""
+    """In the copies for inference, in compute dtypes too: SwiGLUs and experts stay as they are, and projections of
+    one input are one product of all their codes."""
     config = dataclasses.replace(
         PRESETS["qwen3.5-small"], vocab_size=64, num_layers=4, dtype="bfloat16", weights="float8"
     )
@@ -162,10 +164,11 @@ def test_no_copy_for_single_tokens_has_whole_weights(experts):
             copy = nnx.eval_shape(lambda rows=rows: for_decoding(for_inference(model), rows))
             for block in copy.blocks:
                 assert type(block.mlp) is (BlockSwiGLU if experts is None else BlockExperts)
-            linears = [part for _, part in nnx.iter_modules(copy) if isinstance(part, BlockLinear)]
-            kept = [part for _, part in nnx.iter_modules(model) if isinstance(part, BlockLinear)]
-            assert len(linears) == len(kept) > 4 * 5
-            assert not [part for part in linears if hasattr(part, "group")]
+                grouped = [part for _, part in nnx.iter_modules(block.mixer) if isinstance(part, BlockGroup)]
+                assert sorted(group.scales.shape[1] for group in grouped) == [1, 1]
+                assert not [
+                    part for _, part in nnx.iter_modules(block.mixer) if isinstance(part, BlockLinear)
+                ]
     largest = max(x.size for x in jax.tree.leaves(nnx.state(copy)) if x.dtype != ml_dtypes.float8_e4m3fn)
     assert largest == 64 * 128  # of the embedding
 

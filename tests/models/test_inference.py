@@ -17,7 +17,7 @@ from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ExpertsConfig, LatentAttentionConfig
 from gdn_jax.models.inference import program
 from gdn_jax.models.inference.program import for_decoding, for_inference
-from gdn_jax.models.inference.projections import ProjectionGroup
+from gdn_jax.models.inference.projections import BlockGroup, ProjectionGroup
 from gdn_jax.models.inference.recurrent import HeadRows
 from gdn_jax.models.lora import LoRAParam, add_lora
 from gdn_jax.models.presets import PRESETS
@@ -112,6 +112,17 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
     fill = 24 * 32 + 2 * 3 * (-CONFIG.mlp_size % 64) * 32
     assert sum(group.weight[...].size for group in groups) == kernels + fill
     assert not any(isinstance(part, nnx.Linear) for _, part in nnx.iter_modules(copy))
+    for tokens in (ROW, ROW[:1, :1]):
+        np.testing.assert_allclose(logits(copy, tokens), logits(ready, tokens), atol=1e-5)
+
+
+def test_projections_in_8_bits_are_one_product(monkeypatch):
+    """Codes of one input lie in one array, next to a product of the narrow projections, which are whole."""
+    ready = for_inference(made(dataclasses.replace(CONFIG, dtype="float32", weights="float8")))
+    monkeypatch.setattr(program, "usable", lambda implementation: True)
+    copy = for_decoding(ready, 1)
+    kinds = [type(part) for _, part in nnx.iter_modules(copy)]
+    assert (kinds.count(BlockGroup), kinds.count(ProjectionGroup)) == (4, 1)
     for tokens in (ROW, ROW[:1, :1]):
         np.testing.assert_allclose(logits(copy, tokens), logits(ready, tokens), atol=1e-5)
 

@@ -14,7 +14,9 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from gdn_jax.layers.block_weights import BlockLinear
 from gdn_jax.layers.blocks import Projection, with_bias
+from gdn_jax.parts import block_weights
 from gdn_jax.parts.products import transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
@@ -40,6 +42,26 @@ class ProjectionGroup(nnx.Module):
         weight = self.weight[...]
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
         return transposed_product(x.astype(dtype), weight.astype(dtype), dtype)
+
+
+class BlockGroup(nnx.Module):
+    """Projections of one input that keep their weights in 8 bits, as one product.
+
+    Args:
+      linears: the projections, of one dtype. Rows have scales of their own, so codes and scales only come together.
+    """
+
+    def __init__(self, linears: Sequence[BlockLinear]):
+        self.dtype = linears[0].dtype or linears[0].param_dtype
+        self.weight, self.scales = (
+            nnx.Param(jnp.concatenate([getattr(linear.kernel_blocks, name)[...] for linear in linears]))
+            for name in ("codes", "scales")
+        )
+        self.outputs = self.weight.shape[0]
+
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
+        """The results of all projections side by side, without a bias."""
+        return block_weights.product(x.astype(self.dtype), self.weight[...], self.scales[...])
 
 
 class FactorGroup(nnx.Module):
@@ -83,7 +105,7 @@ class ProjectionOfGroup(nnx.Module):
       group: the group.
     """
 
-    def __init__(self, linear: nnx.Linear, start: int, group: ProjectionGroup | FactorGroup):
+    def __init__(self, linear: nnx.Linear, start: int, group: ProjectionGroup | BlockGroup | FactorGroup):
         self.bias, self.out_features, self.group = linear.bias, linear.out_features, group
         self.start, self.stop = start, start + linear.out_features
 
@@ -103,23 +125,29 @@ class ProjectionOfGroup(nnx.Module):
 
 
 def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> None:
-    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`.
+    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`, and those that keep
+    their weights in 8 bits by one `BlockGroup`.
 
     Args:
       part: the module.
       names: its projections.
       unit: the group is filled up with zeros to a multiple of this number of outputs.
     """
-    present = [name for name in names if type(getattr(part, name, None)) is nnx.Linear]
-    linears = [getattr(part, name) for name in present]
-    if not linears or any(linear.dtype != linears[0].dtype for linear in linears):
-        return
-    fill = -sum(linear.out_features for linear in linears) % unit
-    group, start = ProjectionGroup(linears, fill), 0
-    for name, linear in zip(present, linears, strict=True):
-        start += fill if linear is linears[-1] else 0
-        setattr(part, name, ProjectionOfGroup(linear, start, group))
-        start += linear.out_features
+    for kind in (nnx.Linear, BlockLinear):
+        present = [name for name in names if type(getattr(part, name, None)) is kind]
+        linears = [getattr(part, name) for name in present]
+        if not linears or any(linear.dtype != linears[0].dtype for linear in linears):
+            continue
+        fill, start = 0, 0
+        if kind is BlockLinear:
+            group = BlockGroup(linears)
+        else:
+            fill = -sum(linear.out_features for linear in linears) % unit
+            group = ProjectionGroup(linears, fill)
+        for name, linear in zip(present, linears, strict=True):
+            start += fill if linear is linears[-1] else 0
+            setattr(part, name, ProjectionOfGroup(linear, start, group))
+            start += linear.out_features
 
 
 def group_of(linears: Sequence[Any]) -> Any:
