@@ -23,6 +23,7 @@ from gdn_jax.hf.float8 import Scaled
 from gdn_jax.hf.origin import Origin
 from gdn_jax.hf.tensors import Tensor
 from gdn_jax.hf.weights import Weight, same
+from gdn_jax.layers.block_weights import BlockWeight
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.lora import set_lora
@@ -152,6 +153,10 @@ def load_hf(
     assert not placed, f"parameters that the model does not have: {[*placed]}"
     nnx.replace_by_pure_dict(state, values)
     model = nnx.merge(graphdef, state)
+    if described.quantization is not None:
+        for _, part in nnx.iter_modules(model):
+            if isinstance(part, BlockWeight):
+                part.rows = described.quantization.block[0]
     if changes:
         set_lora(model, lora_files.placed(changes, partial(_put, mesh=mesh)))
     read = dict.fromkeys(

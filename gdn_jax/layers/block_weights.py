@@ -28,6 +28,9 @@ class BlockWeight(nnx.Module):
     Parameters: codes [.., outputs, inputs], E4M3; scales [.., outputs, ceil(inputs / 128)], float32.
     """
 
+    rows: int = block_weights.BLOCK
+    """Rows of a block; those of a checkpoint may be other ones."""
+
     def __init__(self, weight: Float[Array, "*E D F"]):
         codes, scales = block_weights.quantised(jnp.swapaxes(weight, -1, -2))
         self.codes, self.scales = nnx.Param(codes), nnx.Param(scales)

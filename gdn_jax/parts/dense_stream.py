@@ -30,6 +30,7 @@ def dense_stream(
     norm: Float[Array, " D"],
     gate_up: Float[Array, "F2 D"],
     down: Float[Array, "F D"],
+    scales: Float[Array, "3 M N"] | None = None,
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
@@ -44,6 +45,7 @@ def dense_stream(
       norm: weight of the norm, float32.
       gate_up: rows of both branches, one branch after the other.
       down: rows of the projection down.
+      scales: of the blocks of 128 x 128 of A, B and W, where these are codes of E4M3; else None.
       eps: of the norm.
       ahead: as for `row_product.stream_product`.
 
@@ -53,6 +55,6 @@ def dense_stream(
     from pallas_kernels.layer import dense_stream as kernels
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
-    arrays = x.reshape(1, -1), parts, norm, gate_up, down
+    arrays = x.reshape(1, -1), parts, norm, gate_up, down, scales
     s, z = kernels.dense_stream(*arrays, eps=eps, ahead=tuple(ahead))
     return s.reshape(x.shape), z.reshape(x.shape)

@@ -14,9 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 from pallas_kernels.device.launch import grid_index
+from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
+from pallas_kernels.layer.dense_weights import BLOCK, Whole
 from pallas_kernels.layer.tile_ring import Slots
 
 ROWS = WARPS
@@ -64,11 +66,13 @@ class Sizes(NamedTuple):
     F: int
     warpgroups: int
     slices: int
+    unit: int = 1
+    """A CTA's numbers of h are a multiple of it."""
 
     @property
     def own(self) -> int:
         """Numbers of h of a CTA."""
-        return pl.cdiv(self.F, self.slices)
+        return round_up(pl.cdiv(self.F, self.slices), self.unit)
 
     @property
     def groups(self) -> int:
@@ -116,8 +120,11 @@ class Slice:
 class Row:
     """The norm of the stream, of which each warpgroup of every CTA makes parts, [WARPS, LINE]."""
 
-    def __init__(self, gmem: Any, smem: Any, eps: float, wg: Any, dev: Device, D: int) -> None:
+    def __init__(
+        self, gmem: Any, smem: Any, eps: float, wg: Any, dev: Device, D: int, weights: Whole, own: Slice
+    ) -> None:
         self.gmem, self.smem, self.eps, self.wg, self.dev, self.D = gmem, smem, eps, wg, dev, D
+        self.weights, self.first = weights, own.first
 
     def make(self, begin: Callable[[], None], warpgroups: int) -> None:
         """Writes v = s w and squares of s to shared memory; the first CTA writes s.
@@ -138,10 +145,11 @@ class Row:
         refs = [gmem.w.at[own], gmem.x.at[own]]
         refs += [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
         w, *parts = [r.load_whole(ref) for ref in refs]
+        asked = self.weights.ask(gmem, self.first, own)
         then()
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
         store_any(smem.squares.at[own], r.row_sum(s * s))
-        self.dev.store_flat(smem.v.at[pl.ds(part * s.size, s.size)], s * w)
+        self.weights.keep(self.dev, smem, asked, part, s, w)
         if gmem.s is not None:
             pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
 
@@ -161,8 +169,17 @@ def _over_threads() -> Any:
 class Tiles:
     """A warpgroup's tiles of the rows of A, B and W of the CTA's slice, in this order, and what is made of them."""
 
-    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, wg: Any, own: Slice) -> None:
-        self.gmem, self.smem, self.sizes, self.own, self.wg = gmem, smem, sizes, own, wg
+    piece = WIDEST
+
+    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, wg: Any, own: Slice, weights: Whole) -> None:
+        self.gmem, self.smem, self.sizes, self.own, self.wg, self.weights = (
+            gmem,
+            smem,
+            sizes,
+            own,
+            wg,
+            weights,
+        )
         self.ring = Slots(smem.tiles, smem.full, wg, sizes.warpgroups, self._copy)
         self.chunk = lax.rem(wg, jnp.int32(sizes.chunks))
         self.turn, self.end = (jnp.where(own.is_some, self.ring.before(n * sizes.tiles), 0) for n in (2, 3))
@@ -184,6 +201,15 @@ class Tiles:
         pl.when(matrix < 2)(lambda: start(self.gmem.gate_up, matrix * self.sizes.F + row))
         pl.when(matrix == 2)(lambda: start(self.gmem.down, row))
 
+    def of_blocks(self, matrix: int) -> tuple[Any, Any]:
+        """The first of this warpgroup's tiles of a matrix, and the first in the second block of rows."""
+        first, sizes = self.own.first, self.sizes
+        edge = (lax.div(first, jnp.int32(BLOCK)) + 1) * BLOCK
+        groups = jnp.minimum(lax.div(edge - first, jnp.int32(ROWS)), sizes.groups)
+        begins = (self.ring.before((matrix * sizes.groups + n) * sizes.chunks) for n in (0, groups))
+        begin, middle = (jnp.where(self.own.is_some, n, 0) for n in begins)
+        return begin, middle
+
     def begin(self) -> None:
         """Starts the first copies."""
         self.ring.fill(jnp.int32(0), self.end)
@@ -197,9 +223,8 @@ class Tiles:
             self.sizes.pieces,
         )
         first = self.chunk * pieces
-        row = [load(smem.v.at[pl.ds((first + p) * WIDEST, WIDEST)], layout.reduce(0)) for p in range(pieces)]
 
-        def multiply(n: Any, _: None) -> None:
+        def multiply(row: list[jax.Array], n: Any, _: None) -> None:
             matrix, group = self._place(n)
             tile, total = ring.wait(n), None
             for p, v in enumerate(row):
@@ -212,7 +237,10 @@ class Tiles:
             sums = jnp.sum(total, axis=1)
             store_any(smem.parts.at[matrix, self.chunk, pl.ds(group * ROWS, ROWS)], sums)
 
-        lax.fori_loop(0, self.turn, multiply, None)
+        for v, begin, end in self.weights.branches(smem, self):
+            places = [pl.ds((first + p) * WIDEST, WIDEST) for p in range(pieces)]
+            row = [load(v.at[place], layout.reduce(0)) for place in places]
+            lax.fori_loop(begin, end, functools.partial(multiply, row), None)
 
     def make_h(self, scale: jax.Array) -> None:
         """Writes the CTA's numbers of h to shared memory, for each warpgroup by itself.
@@ -254,8 +282,11 @@ class Tiles:
             return tuple(made)
 
         zeros = plgpu.layout_cast(jnp.zeros((1, WIDEST), jnp.float32), layout)
-        totals = lax.fori_loop(self.turn, self.end, multiply, (zeros,) * self.sizes.pieces)
-        for p, total in enumerate(totals):
+
+        def totals(begin: Any, end: Any) -> tuple[jax.Array, ...]:
+            return lax.fori_loop(begin, end, multiply, (zeros,) * self.sizes.pieces)
+
+        for p, total in enumerate(self.weights.down(self.smem, self, layout, totals)):
             store_any(self.smem.z.at[self.wg, pl.ds(p, 1)], total)
 
     def write_part(self) -> None:

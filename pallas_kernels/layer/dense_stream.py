@@ -13,7 +13,8 @@ all CTAs (`device.grid_barrier`) each adds up some columns of all parts, so z is
     sum      some columns of z                    what the kernels after this one read first
 
 Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] float32; A and B one after the other as
-gate_up [2 F, D], W as down [F, D], of one dtype, bfloat16 or float16. Between the stages (GMEM): parts of z
+gate_up [2 F, D], W as down [F, D], of one dtype, bfloat16 or float16, or codes of E4M3 with scales of their blocks
+(`dense_weights`). Between the stages (GMEM): parts of z
 [slices, D] float32. Outputs (GMEM): s [1, D] of x's dtype, where there is y; z [1, D] float32.
 Grid: as many CTAs of four warpgroups as there are multiprocessors, of which a multiple of 16 have a slice. A tile is
 four rows of A, B or W, or some of their columns, of which a warpgroup has always the same. Shared memory: `_memory`.
@@ -56,6 +57,7 @@ from pallas_kernels.layer.dense_stages import (
     Tiles,
     add_parts,
 )
+from pallas_kernels.layer.dense_weights import of_dtype
 
 NEEDS = Needs.TMA | Needs.LARGE
 
@@ -74,28 +76,32 @@ def check_supported(
         return f"{rows} rows; the kernel takes one"
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
-    if down.dtype != gate_up.dtype or down.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"weights of {gate_up.dtype} and {down.dtype}; the kernel takes bfloat16 and float16, one for both"
+    weights = of_dtype(down.dtype)
+    if down.dtype != gate_up.dtype or weights is None:
+        return f"weights of {gate_up.dtype} and {down.dtype}; the kernel takes 16 bits, or E4M3, one for both"
     config = Config.of(ctas)
     warps = config.warpgroups * WARPS
     if ctas < warps:
         return f"{ctas} multiprocessors; the kernel takes {warps} or more"
     unit, most = WARPS * LINE, WARP * ctas
-    sizes = Sizes(D, F, config.warpgroups, config.slices)
+    sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
     if not ROWS <= sizes.own <= SLICE - ROWS:
         of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * (SLICE - ROWS)}"
         return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"
+    if F % weights.unit:
+        return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {weights.unit}"
     taken = smem_bytes(_memory(sizes, dataclasses.replace(config, slots=1), down.dtype), REDUCTION_BYTES)
     return f"{taken} bytes of shared memory; a CTA has {SMEM_LIMIT}" if taken > SMEM_LIMIT else None
 
 
 def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
-    n, columns = config.warpgroups, sizes.columns(config.ctas)
+    n, columns, weights = config.warpgroups, sizes.columns(config.ctas), of_dtype(dtype)
+    assert weights is not None
     return {
         "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, WIDEST), dtype),
-        "v": Buffer((sizes.D,)),
+        **weights.memory(sizes.D),
         "squares": Buffer((sizes.D // LINE,)),
         "parts": Buffer((2, sizes.chunks, SLICE)),
         "h": Buffer((n, SLICE)),
@@ -118,14 +124,16 @@ def _fitting(sizes: Sizes, config: Config, dtype: Any) -> Config:
 def _body(
     gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, eps: float, interpreted: bool
 ) -> None:
-    wg, own = warpgroup_index(), Slice(sizes)
+    wg, own, weights = warpgroup_index(), Slice(sizes), of_dtype(gmem.down.dtype)
+    assert weights is not None
 
     def meet() -> None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.made)
         plgpu.barrier_wait(smem.made)
 
-    row, tiles = Row(gmem, smem, eps, wg, Device(interpreted), sizes.D), Tiles(gmem, smem, sizes, wg, own)
+    row = Row(gmem, smem, eps, wg, Device(interpreted), sizes.D, weights, own)
+    tiles = Tiles(gmem, smem, sizes, wg, own, weights)
     row.make(tiles.begin, config.warpgroups)
     meet()
     tiles.multiply_branches()
@@ -147,6 +155,7 @@ def dense_stream(
     norm: Float[Array, " D"],
     gate_up: Float[Array, "F2 D"],
     down: Float[Array, "F D"],
+    scales: Float[Array, "3 M N"] | None = None,
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
@@ -161,6 +170,7 @@ def dense_stream(
       norm: weight of the norm.
       gate_up: rows of both branches, one branch after the other.
       down: rows of the projection down.
+      scales: of the blocks of both branches and of W, where these are codes of E4M3, see `dense_weights`; else None.
       eps: of the norm.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
       config: None for the default.
@@ -168,12 +178,16 @@ def dense_stream(
     """
     static = config or Config.default(), eps, interpret
     words = constant() if interpret is None else None
-    return compiled(_run, interpret, static=3)(*static, x, y, norm, gate_up, down, rows_of(ahead), words)
+    return compiled(_run, interpret, static=3)(
+        *static, x, y, norm, gate_up, down, scales, rows_of(ahead), words
+    )
 
 
-def _run(config, eps, interpret, x, y, norm, gate_up, down, ahead, words):
+def _run(config, eps, interpret, x, y, norm, gate_up, down, scales, ahead, words):
     (F, D), like, f32 = down.shape, jax.ShapeDtypeStruct, jnp.float32
-    sizes = Sizes(D, F, config.warpgroups, config.slices)
+    weights = of_dtype(down.dtype)
+    assert weights is not None
+    sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
     config = _fitting(sizes, config, down.dtype)
     by_warps, pieces = (D // LINE, LINE), (D // WIDEST, WIDEST)
     stream = x.reshape(by_warps)
@@ -187,6 +201,7 @@ def _run(config, eps, interpret, x, y, norm, gate_up, down, ahead, words):
             "w": norm.astype(f32).reshape(by_warps),
             "gate_up": gate_up.reshape(2 * F, *pieces),
             "down": down.reshape(F, *pieces),
+            "scales": scales,
         },
         between={"part": like((config.slices, *pieces), f32)},
         outputs={"s": None if y is None else like(stream.shape, x.dtype), "z": like((1, D), f32)},

@@ -283,4 +283,16 @@ FAULTS = (
         "room.slot_free(then, number >= self.claimable, self._slot(plan.own + i + 1))",
         "tests/kernels/test_layer_of_a_token.py::test_rows_come_to_a_slot_after_its_tiles",
     ),
+    Fault(
+        "rows of a slice in a second block of weights in 8 bits have the scales of the first",
+        "ends = [*a, *b, c[0]]",
+        "ends = [a[0], b[0], b[0], c[0], c[0]]",
+        "tests/kernels/test_dense_stream_eight_bits.py::test_codes_and_their_scales",
+    ),
+    Fault(
+        "columns of the second block of a piece have the scale of the first",
+        "jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line + 1])",
+        "jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line])",
+        "tests/kernels/test_dense_stream_eight_bits.py::test_codes_and_their_scales",
+    ),
 )

@@ -77,6 +77,19 @@ def test_a_stream_and_its_swiglu(D, F, P):
     close(want, z, "z", 0)
 
 
+@pytest.mark.parametrize(("D", "F"), [(1024, 3584), (2560, 9216), (512, 1540)])
+def test_codes_and_their_scales(D, F):
+    """Weights in 8 bits at the widths of Qwen3.5 0.8B and 4B, and where the last slice begins earlier."""
+    args, s, want = row_kernels.dense_codes(D, F, 2)
+    assert dense_stream.takes(args[0], *args[3:5], None)
+    call = jax.jit(functools.partial(dense_stream.dense_stream, eps=1e-6))
+    stream, z = call(*args)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(*args)[1], z)
+    close(s, stream, "s")
+    close(want, z, "z", 0)
+
+
 def test_independent_kernels_of_one_program_do_not_meet():
     """Kernels with barriers over all CTAs have words of their own to meet at: two chains in one program are those
     alone."""

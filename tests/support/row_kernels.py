@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import fused_oracle
+import jax
 import jax.numpy as jnp
 import numpy as np
 from device_arrays import put
 from fused_harness import draws
 from fused_oracle import wide
 
+from gdn_jax.parts import block_weights
 from gdn_jax.parts import delta_layer as fused
 from gdn_jax.parts.token import ChannelGates, HeadGates
 from gdn_jax.shapes import Choice, Convolution
@@ -89,6 +91,33 @@ def dense(D: int, F: int, P: int, seed: int = 0):
     s, n = fused_oracle.add_norm(x, added, norm, 1e-6)
     a, b = np.split(n @ wide(gate_up).T, 2, axis=-1)
     return (x, y, norm, gate_up, down), s, fused_oracle.branches(a, b) @ wide(down)
+
+
+def dense_codes(D: int, F: int, P: int):
+    """`dense` with weights in 8 bits, whose blocks have unlike scales."""
+    rng = np.random.default_rng(0)
+
+    def weight(outputs, inputs):
+        sizes = rng.uniform(0.1, 3, (-(-outputs // 128), -(-inputs // 128)))
+        sizes = np.repeat(np.repeat(sizes, 128, 0), 128, 1)[:outputs, :inputs]
+        return (rng.normal(size=(outputs, inputs)) * sizes * inputs**-0.5).astype(np.float32)
+
+    weights = weight(F, D), weight(F, D), weight(D, F)
+
+    @jax.jit
+    def made(weights):
+        codes, scales = zip(*map(block_weights.quantised, weights), strict=True)
+        whole = [block_weights.dequantised(*x, jnp.float32) for x in zip(codes, scales, strict=True)]
+        a, b, w = (x[::128] for x in scales)
+        return jnp.concatenate(codes[:2]), codes[2].T, jnp.stack([a, b, w.T]), whole
+
+    gate_up, down, scales, whole = made(weights)
+    x, y, norm = rng.normal(size=(1, D)), rng.normal(size=(P, D)), rng.uniform(0.5, 1.5, D)
+    x, y = (put(z.astype(jnp.bfloat16)) for z in (x, y))
+    s, n = fused_oracle.add_norm(x, np.sum(wide(y), 0, keepdims=True), norm, 1e-6)
+    a, b, w = (np.asarray(z, np.float64) for z in whole)
+    want = fused_oracle.branches(n @ a.T, n @ b.T) @ w.T
+    return (x, y, put(norm.astype(np.float32)), gate_up, down, scales), s, want
 
 
 def stream(D: int, F: int, dtype: str, seed: int = 0):

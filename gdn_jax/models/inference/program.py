@@ -16,7 +16,7 @@ from gdn_jax.models.block import ReorderedBlock
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.experts import BlockExperts, Experts
 from gdn_jax.models.inference.attention import AttentionRows, WindowRows
-from gdn_jax.models.inference.dense import DenseRow
+from gdn_jax.models.inference.dense import BlockDenseRow, DenseRow
 from gdn_jax.models.inference.experts import ExpertRow
 from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.inference.part import Call, Reader
@@ -63,7 +63,7 @@ def for_inference(model: LanguageModel) -> LanguageModel:
 
 
 def _as_it_is(part: Any, call: Call) -> Any:
-    """A part that keeps its weights in 8 bits, which no kernel of single tokens reads: XLA multiplies by them."""
+    """Experts that keep their weights in 8 bits, which no kernel of single tokens reads: XLA multiplies by them."""
     del call
     return part
 
@@ -78,7 +78,7 @@ ROWS: dict[type, Callable[[Any, Call], Any]] = {
     LatentAttention: LatentRows.of,
     SwiGLU: DenseRow.of,
     Experts: ExpertRow.of,
-    BlockSwiGLU: _as_it_is,
+    BlockSwiGLU: BlockDenseRow.of,
     BlockExperts: _as_it_is,
 }
 """A class of a block's parts -> what prepares one for calls of single tokens, in place or as another part."""

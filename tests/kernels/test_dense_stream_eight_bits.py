@@ -1,0 +1,87 @@
+"""The second half of a layer of one row by weights in 8 bits: the kernel, what it takes, and the part of a model."""
+
+import functools
+
+import fused_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import row_kernels
+from flax import nnx
+from fused_harness import draws
+from layer_kernels import INTERPRET
+
+from gdn_jax.layers.block_weights import BlockSwiGLU
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream
+from gdn_jax.models.inference.dense import BlockDenseRow
+from gdn_jax.models.inference.part import Call
+from pallas_kernels.layer import dense_stream
+
+F8 = jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ((512, 288, 2), (17, 8, 2)),  # a slice in two blocks of rows
+        pytest.param((512, 140, 1), (17, 8, 2), marks=pytest.mark.slow),  # the last slice begins earlier
+        pytest.param((2560, 152, 1), (85, 16, 4, 2), marks=pytest.mark.crossed),  # two tiles to a row
+    ],
+)
+def test_codes_and_their_scales(sizes, config):
+    args, s, want = row_kernels.dense_codes(*sizes)
+    options: dict = dict(eps=1e-6, config=dense_stream.Config(*config), interpret=INTERPRET)
+    stream, z = dense_stream.dense_stream(*args, **options)
+    np.testing.assert_allclose(np.asarray(stream, np.float64), s, rtol=0.01, atol=0.01)  # of bfloat16
+    np.testing.assert_allclose(np.asarray(z, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_what_it_takes():
+    def reason(ctas, D, F, gate_up=F8, down=F8):
+        shapes = ((1, D), jnp.bfloat16), ((2 * F, D), gate_up), ((F, D), down)
+        return dense_stream.check_supported(*(jax.ShapeDtypeStruct(*s) for s in shapes), ctas)
+
+    assert [reason(n, 2560, 9216) for n in (108, 114, 132, 144, 148)] == [None] * 5
+    assert [reason(132, D, F) for D, F in ((1024, 3584), (4096, 12288))] == [None] * 2
+    assert (
+        reason(132, 2560, 9214)
+        == "an inner width of 9214; of weights in 8 bits the kernel takes multiples of 4"
+    )
+    assert reason(132, 2560, 9216, jnp.bfloat16).startswith("weights of bfloat16 and float8_e4m3fn")
+    assert reason(132, 2560, 9216, jnp.float8_e5m2, jnp.float8_e5m2).startswith("weights of float8_e5m2")
+
+
+def test_it_lowers():
+    shapes = ((1, 2560), jnp.bfloat16), ((32, 2560), jnp.bfloat16), ((2560,), jnp.float32)
+    shapes += ((18432, 2560), F8), ((9216, 2560), F8), ((3, 72, 20), jnp.float32)
+    call = functools.partial(dense_stream.dense_stream, eps=1e-6, config=dense_stream.Config.of(132))
+    traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.slow
+def test_a_swiglu_of_one_row(small, monkeypatch):
+    """In a copy for one row, with the norm before it: that of the SwiGLU itself, also of more rows. Blocks of other
+    rows are not taken."""
+    monkeypatch.setattr(dense_stream.Config, "default", lambda: dense_stream.Config(17, 8, 2))
+    monkeypatch.setattr(dense_stream, "check_supported", lambda *_: None)
+    dtypes: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    norm = RMSNorm(512, dtype=jnp.bfloat16, implementation="chunked")
+    mlp = BlockSwiGLU(SwiGLU(512, 288, implementation="chunked", rngs=nnx.Rngs(0), **dtypes))
+    draw = draws(2)
+    x, y = draw(1, 1, 512), draw(1, 1, 512, dtype="bfloat16")
+    want = from_stream(mlp)(norm, x, y)
+    assert BlockDenseRow.of(mlp, Call(1, True)) is mlp and BlockDenseRow.of(mlp, Call(2, True)) is mlp
+    mlp.implementation = None
+    row = BlockDenseRow.of(mlp, Call(1, True))
+    assert isinstance(row, BlockDenseRow) and len(row.token_weights()) == 2
+    got = from_stream(row)(norm, x, y)
+    assert small == {"dense_stream": 1}
+    np.testing.assert_allclose(got[0], want[0], rtol=0.01, atol=0.01)
+    wide = fused_oracle.wide(want[1])
+    np.testing.assert_allclose(fused_oracle.wide(got[1]), wide, rtol=0, atol=0.02 * np.abs(wide).max())
+    rows = draw(2, 3, 512, dtype="bfloat16")
+    np.testing.assert_array_equal(row(rows), mlp(rows))
+    mlp.down_proj.kernel_blocks.rows = 64
+    assert BlockDenseRow.of(mlp, Call(1, True)) is mlp
