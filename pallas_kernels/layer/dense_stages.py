@@ -25,13 +25,19 @@ ROWS = WARPS
 """Rows of a tile of the branches: a warp has one."""
 
 SLICE = WARP * WARPS
-"""Numbers of h of a CTA at most: a thread has one."""
+"""Numbers of h of a CTA are kept in multiples of it: a thread has as many of them as there are multiples."""
+
+LONGEST = 2 * SLICE - ROWS
+"""Numbers of h of a CTA at most."""
 
 WIDEST = 256
 """Numbers of a piece of a row: as many as a bulk copy takes of a dimension, and eight for each thread of a warp."""
 
 LINE = 128
 """Numbers of the stream that a warp adds up, four for each thread."""
+
+COLUMNS = (8, 16, 32, 64)
+"""Columns of z that a CTA may add up."""
 
 PIECES = 7
 """Pieces of a row in a tile at most: a thread has their part of v in registers."""
@@ -75,6 +81,11 @@ class Sizes(NamedTuple):
         return round_up(pl.cdiv(self.F, self.slices), self.unit)
 
     @property
+    def room(self) -> int:
+        """Numbers of h that a CTA has room for."""
+        return round_up(self.own + ROWS, SLICE)
+
+    @property
     def groups(self) -> int:
         """Tiles one below the other of a CTA's slice of a matrix."""
         return pl.cdiv(self.own, ROWS)
@@ -100,7 +111,18 @@ class Sizes(NamedTuple):
     def columns(self, ctas: int) -> int:
         """Columns of z that a CTA adds up: few, where a warpgroup's share of the parts is whole layouts of them."""
         share = self.slices // self.warpgroups
-        return next(n for n in (8, 16, 32) if self.D // n <= ctas and share % (WARPS * (WARP // n)) == 0)
+        return next(n for n in COLUMNS if self.D // n <= ctas and share % rows_of_columns(n) == 0)
+
+
+def rows_of_columns(columns: int) -> int:
+    """Rows of so many columns that a warpgroup takes at once, as `_of_columns` lays them."""
+    return WARPS * (WARP // min(columns, WARP))
+
+
+def _of_columns(columns: int) -> Any:
+    """Layout of rows of so few columns."""
+    lanes = min(columns, WARP)
+    return lane_layout(lanes, columns // lanes)
 
 
 class Slice:
@@ -248,7 +270,8 @@ class Tiles:
         Args:
           scale: the factor of the norm.
         """
-        layout, smem = plgpu.Layout.WG_STRIDED((SLICE,), vec_size=1), self.smem
+        room, smem = self.sizes.room, self.smem
+        layout = plgpu.Layout.WG_STRIDED((room,), vec_size=1)
         own, sizes = self.own, self.sizes
         gate, up = (
             functools.reduce(jnp.add, [load(smem.parts.at[b, c], layout) for c in range(sizes.chunks)])
@@ -256,7 +279,7 @@ class Tiles:
             for b in range(2)
         )
         h = gate / (1.0 + jnp.exp(-gate)) * up
-        at, rest = plgpu.broadcasted_iota(jnp.int32, (SLICE,), 0, layout=layout), own.own % ROWS
+        at, rest = plgpu.broadcasted_iota(jnp.int32, (room,), 0, layout=layout), own.own % ROWS
         if rest:  # the last tile begins with rows that the one before has too
             last = (sizes.groups - 1) * ROWS
             h = jnp.where((at >= last) & (at < last + ROWS - rest), 0.0, h)
@@ -305,7 +328,7 @@ class Tiles:
 def add_parts(gmem: Any, smem: Any, sizes: Sizes, ctas: int, wg: Any, meet: Callable[[], None]) -> None:
     """Adds up some columns of the parts of z of all CTAs."""
     columns, sums = sizes.columns(ctas), smem.sums
-    layout, each, step = lane_layout(columns, 1), sizes.slices // sizes.warpgroups, sums.shape[1]
+    layout, each, step = _of_columns(columns), sizes.slices // sizes.warpgroups, sums.shape[1]
     shares = sizes.D // columns
     first = jnp.minimum(grid_index(), shares - 1) * columns
     piece, own = lax.div(first, jnp.int32(WIDEST)), pl.ds(first, columns)

@@ -40,15 +40,16 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import constant, launch_stages
-from pallas_kernels.device.lanes import WARP, WARPS
+from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, grid_index, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.dense_stages import (
+    COLUMNS,
     LINE,
+    LONGEST,
     ROWS,
-    SLICE,
     WIDEST,
     Config,
     Row,
@@ -56,6 +57,7 @@ from pallas_kernels.layer.dense_stages import (
     Slice,
     Tiles,
     add_parts,
+    rows_of_columns,
 )
 from pallas_kernels.layer.dense_weights import of_dtype
 
@@ -83,15 +85,15 @@ def check_supported(
     warps = config.warpgroups * WARPS
     if ctas < warps:
         return f"{ctas} multiprocessors; the kernel takes {warps} or more"
-    unit, most = WARPS * LINE, WARP * ctas
+    unit, most = WARPS * LINE, COLUMNS[-1] * ctas
     sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
-    if not ROWS <= sizes.own <= SLICE - ROWS:
-        of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * (SLICE - ROWS)}"
+    if not ROWS <= sizes.own <= LONGEST:
+        of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * LONGEST}"
         return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"
-    if F % weights.unit:
-        return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {weights.unit}"
+    if reason := weights.reason(F, sizes.own):
+        return reason
     taken = smem_bytes(_memory(sizes, dataclasses.replace(config, slots=1), down.dtype), REDUCTION_BYTES)
     return f"{taken} bytes of shared memory; a CTA has {SMEM_LIMIT}" if taken > SMEM_LIMIT else None
 
@@ -103,10 +105,10 @@ def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
         "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, WIDEST), dtype),
         **weights.memory(sizes.D),
         "squares": Buffer((sizes.D // LINE,)),
-        "parts": Buffer((2, sizes.chunks, SLICE)),
-        "h": Buffer((n, SLICE)),
+        "parts": Buffer((2, sizes.chunks, sizes.room)),
+        "h": Buffer((n, sizes.room)),
         "z": Buffer((n, sizes.pieces, WIDEST)),
-        "sums": Buffer((n, WARPS * (WARP // columns), columns)),
+        "sums": Buffer((n, rows_of_columns(columns), columns)),
         "full": Barriers(arrivals=1, count=config.slots * n),
         "made": Barriers(arrivals=n),
     }

@@ -5,7 +5,7 @@
 A kind of weights is an object with the same methods. Tiles of codes are multiplied as those of numbers are; a scale
 counts where it is cheap. Of the branches it is multiplied into the row, of which there is one version for every block
 of rows that a CTA's slice lies in. Of the projection down it is multiplied into the sums over such a block of rows. A
-slice has fewer than BLOCK rows, and so lies in two blocks at most.
+slice lies in two blocks at most.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +31,12 @@ class Whole:
 
     unit: ClassVar[int] = 1
     """Slices have multiples of so many rows."""
+
+    def reason(self, F: int, own: int) -> str | None:
+        """Why an inner width F is not cut into slices of `own` numbers, the last of which ends with it; None if it
+        is."""
+        del F, own
+        return None
 
     def memory(self, D: int) -> Memory:
         """The row in shared memory."""
@@ -67,6 +73,13 @@ class Blocks(Whole):
     """
 
     unit = WARPS
+
+    def reason(self, F: int, own: int) -> str | None:
+        if F % self.unit:
+            return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.unit}"
+        if all(min(start, F - own) % BLOCK + own <= 2 * BLOCK for start in range(0, F, own)):
+            return None
+        return f"slices of {own} of an inner width of {F}, some of which lie in three blocks of {BLOCK}"
 
     def memory(self, D: int) -> Memory:
         return {"v": Buffer((4, D)), "scales": Buffer((2, D // BLOCK))}

@@ -357,6 +357,16 @@ CALLS: dict[str, Call] = {
         "bf16[1,2560] bf16[32,2560] f32[2560] f8[18432,2560] f8[9216,2560] f32[3,72,20]",
         Needs.TMA | Needs.LARGE,
     ),
+    "second half of a row, qwen3.6-27b": call(
+        partial(dense_stream, eps=1e-6),
+        "bf16[1,5120] bf16[1,5120] f32[5120] bf16[34816,5120] bf16[17408,5120]",
+        Needs.TMA | Needs.LARGE,
+    ),
+    "second half of a row, qwen3.6-27b, 8 bits": call(
+        partial(dense_stream, eps=1e-6),
+        "bf16[1,5120] bf16[1,5120] f32[5120] f8[34816,5120] f8[17408,5120] f32[3,136,40]",
+        Needs.TMA | Needs.LARGE,
+    ),
     **BATCH_CALLS,
     "row of a stream": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),

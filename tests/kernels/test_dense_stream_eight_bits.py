@@ -25,6 +25,7 @@ F8 = jnp.float8_e4m3fn
     ("sizes", "config"),
     [
         ((512, 288, 2), (17, 8, 2)),  # a slice in two blocks of rows
+        ((512, 1088, 1), (9, 8, 2)),  # slices of more rows than a block
         pytest.param((512, 140, 1), (17, 8, 2), marks=pytest.mark.slow),  # the last slice begins earlier
         pytest.param((2560, 152, 1), (85, 16, 4, 2), marks=pytest.mark.crossed),  # two tiles to a row
     ],
@@ -43,7 +44,11 @@ def test_what_it_takes():
         return dense_stream.check_supported(*(jax.ShapeDtypeStruct(*s) for s in shapes), ctas)
 
     assert [reason(n, 2560, 9216) for n in (108, 114, 132, 144, 148)] == [None] * 5
-    assert [reason(132, D, F) for D, F in ((1024, 3584), (4096, 12288))] == [None] * 2
+    assert [reason(132, D, F) for D, F in ((1024, 3584), (4096, 12288), (5120, 17408))] == [None] * 3
+    assert (
+        reason(114, 5120, 17408)
+        == "slices of 156 of an inner width of 17408, some of which lie in three blocks of 128"
+    )
     assert (
         reason(132, 2560, 9214)
         == "an inner width of 9214; of weights in 8 bits the kernel takes multiples of 4"

@@ -121,6 +121,7 @@ def test_experts_whose_tiles_just_do_not_fit():
         pytest.param(
             (512, 88, 0), (17, 16, 4, 1), marks=pytest.mark.slow
         ),  # a slot each; CTAs without a slice
+        ((512, 1083, 1), (9, 8, 2)),  # more numbers of h than threads, and of columns than a warp has
         pytest.param((1024, 700, 3), (34, 32), marks=pytest.mark.crossed),
         pytest.param((2560, 150, 1), (85, 16, 4, 2), marks=pytest.mark.crossed),  # two tiles to a row
     ],
@@ -142,12 +143,12 @@ def test_what_a_dense_stream_takes():
         return dense_stream.check_supported(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes), ctas)
 
     assert [reason(ctas) for ctas in (108, 114, 132, 144, 148)] == [None] * 5
-    assert [reason(132, D, F) for D, F in ((2560, 9216), (4096, 12288))] == [None] * 2
+    assert [reason(132, D, F) for D, F in ((2560, 9216), (4096, 12288), (5120, 17408))] == [None] * 3
     for said, arguments in [
         ("12 multiprocessors", (12,)),
-        ("rows of 4096; the kernel takes multiples of 512 up to 3456", (108, 4096)),
+        ("rows of 8192; the kernel takes multiples of 512 up to 6912", (108, 8192)),
         ("rows of 768", (132, 768)),
-        ("an inner width of 128; the kernel takes 385 to 15872 on 132", (132, 1024, 128)),
+        ("an inner width of 128; the kernel takes 385 to 32256 on 132", (132, 1024, 128)),
         ("weights of float32", (132, 1024, 3584, "float32")),
     ]:
         assert reason(*arguments).startswith(said)
