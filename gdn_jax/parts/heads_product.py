@@ -10,14 +10,18 @@ from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 
 def takes(
-    o: Float[Array, "H V"], channels: int, weight: Float[Array, "F D"], implementation: str | None
+    o: Float[Array, "H V"],
+    channels: int,
+    weight: Float[Array, "F D"],
+    implementation: str | None,
+    scales: Float[Array, "M D"] | None = None,
 ) -> bool:
     """Whether `heads_product` takes heads, a number of channels that end in their gates, and a matrix."""
     if not usable(implementation) or not is_whole(o, weight):
         return False
     from pallas_kernels.layer import row_product as kernels
 
-    return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight)) is None
+    return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight, scales)) is None
 
 
 @token_op
@@ -26,6 +30,7 @@ def heads_product(
     channels: Float[Array, " C"],
     norm: Float[Array, " V"],
     weight: Float[Array, "F D"],
+    scales: Float[Array, "M D"] | None = None,
     *,
     eps: float,
     activation: str,
@@ -40,14 +45,16 @@ def heads_product(
       channels: of which the last are the gates.
       norm: weight of the norm, float32.
       weight: the matrix.
+      scales: as for `row_product.stream_product`.
       eps: of the norm.
       activation: f, "silu" or "sigmoid".
       ahead: as for `row_product.stream_product`.
 
     Returns:
-      [1, F] in the matrix' dtype. Numerics: float32; v is not rounded.
+      [1, F] in the matrix' dtype, of codes in that of channels. Numerics: float32; v is not rounded.
     """
     from pallas_kernels.layer import row_product as kernels
 
-    static: Any = dict(eps=eps, activation=activation, dtype=weight.dtype, ahead=tuple(ahead))
-    return kernels.heads_product(o, channels.reshape(-1, o.shape[1]), norm, weight, **static)
+    dtype = weight.dtype if scales is None else channels.dtype
+    static: Any = dict(eps=eps, activation=activation, dtype=dtype, ahead=tuple(ahead))
+    return kernels.heads_product(o, channels.reshape(-1, o.shape[1]), norm, weight, scales, **static)

@@ -11,14 +11,19 @@ from jaxtyping import Array, Float
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 
-def takes(x: Float[Array, "*S C"], weight: Float[Array, "F D"], implementation: str | None) -> bool:
+def takes(
+    x: Float[Array, "*S C"],
+    weight: Float[Array, "F D"],
+    implementation: str | None,
+    scales: Float[Array, "M D"] | None = None,
+) -> bool:
     """Whether `stream_product` takes a stream and a matrix: one row, on one device."""
     if x.size != x.shape[-1] or not usable(implementation) or not is_whole(x, weight):
         return False
     from pallas_kernels.layer import row_product as kernels
 
     reason = kernels.Stream.check_supported(x.reshape(1, -1), weight)
-    return (reason or kernels.check_supported(weight)) is None
+    return (reason or kernels.check_supported(weight, scales)) is None
 
 
 @token_op
@@ -27,6 +32,7 @@ def stream_product(
     y: Float[Array, "*P D"] | None,
     norm: Float[Array, " D"],
     weight: Float[Array, "F D"],
+    scales: Float[Array, "M D"] | None = None,
     *,
     eps: float,
     dtype: DTypeLike,
@@ -40,6 +46,7 @@ def stream_product(
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       norm: weight of the norm, float32.
       weight: the matrix.
+      scales: for every column of each block of 128 rows, where the matrix is codes of E4M3; else None.
       eps: of the norm.
       dtype: of the product.
       first: without y, the channel of x with which the stream begins; it is as wide as the norm.
@@ -52,6 +59,6 @@ def stream_product(
 
     row, parts = x.reshape(1, -1), None if y is None else y.reshape(-1, y.shape[-1])
     static: Any = dict(eps=eps, dtype=jnp.dtype(dtype), first=first, ahead=tuple(ahead))
-    s, product = kernels.stream_product(row, parts, norm, weight, **static)
+    s, product = kernels.stream_product(row, parts, norm, weight, scales, **static)
     leading = x.shape[:-1]
     return s.reshape(*leading, -1), product.reshape(*leading, -1)

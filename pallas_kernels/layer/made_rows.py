@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
@@ -16,13 +17,23 @@ from pallas_kernels.layer.gated_norm import ACTIVATIONS
 WIDEST = 256
 """Columns of a piece of the matrix at most, and so of a dimension of what is copied at once."""
 
+BLOCK = 128
+"""Rows, and columns, of a matrix of codes that share a scale."""
+
 BYTES = 192 * 1024
 """Shared memory of a multiprocessor's CTAs for tiles of the matrix, at most."""
 
 
 @runtime_checkable
 class Row(Protocol):
-    """How the row is made: static, and hashable."""
+    """How the row is made: static, and hashable.
+
+    Fields:
+      blocks: of a matrix of codes; None of others.
+    """
+
+    @property
+    def blocks(self) -> "Blocks | None": ...
 
     def load(self, gmem: Any) -> Any:
         """Asks for all that the row is made of, to registers."""
@@ -34,12 +45,50 @@ class Row(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Where the rows of a CTA lie in a matrix of codes of E4M3, of which blocks of 128 rows share scales.
+
+    The row is made once for each of these blocks, multiplied by its scales. Further inputs (GMEM): scales, float32,
+    one for every column of each block, [F / 128, *shape of the row].
+    """
+
+    rows: int
+    """Rows of the matrix that a CTA has, one after the other."""
+
+    @property
+    def count(self) -> int:
+        """Blocks that the rows of a CTA lie in at most."""
+        return 1 if BLOCK % self.rows == 0 else (self.rows - 2) // BLOCK + 2
+
+    def of(self, row: Any) -> Any:
+        """Which of the CTA's blocks a row of the matrix lies in."""
+        return lax.div(row, jnp.int32(BLOCK)) - lax.div(grid_index() * self.rows, jnp.int32(BLOCK))
+
+    def keep(self, gmem: Any, x: Any, v: jax.Array) -> None:
+        """Writes the row [n, width], once for each block, to shared memory x [blocks n, width]."""
+        own, last = lax.div(grid_index() * self.rows, jnp.int32(BLOCK)), gmem.scales.shape[0] - 1
+        for n in range(self.count):
+            scales = r.load_whole(gmem.scales.at[jnp.minimum(own + n, last)])
+            store_any(x.at[pl.ds(n * v.shape[0], v.shape[0])], v * scales)
+
+
+def keep(blocks: Blocks | None, gmem: Any, x: Any, v: jax.Array) -> None:
+    """Writes a row to shared memory x."""
+    if blocks is None:
+        store_any(x, v)
+    else:
+        blocks.keep(gmem, x, v)
+
+
+@dataclasses.dataclass(frozen=True)
 class Stream:
     """The norm of the residual stream."""
 
     eps: float
     first: int = 0
     """Number of the channel that x begins with; without y the stream may be some channels of an array."""
+    blocks: Blocks | None = None
+    """Of a matrix of codes."""
 
     @staticmethod
     def check_supported(
@@ -69,7 +118,7 @@ class Stream:
         w, parts = loaded
         s, D = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]), gmem.w.shape[0]
         scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
-        store_any(x, s * r.spread(scale, D) * w)
+        keep(self.blocks, gmem, x, s * r.spread(scale, D) * w)
         if gmem.s is not None:
             pl.when(is_first)(lambda: r.store(gmem.s, 0, s))
 
@@ -80,6 +129,8 @@ class Heads:
 
     eps: float
     activation: str
+    blocks: Blocks | None = None
+    """Of a matrix of codes."""
 
     @staticmethod
     def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:
@@ -105,4 +156,4 @@ class Heads:
         o, z = (part.astype(jnp.float32) for part in heads)
         V = o.shape[1]
         scale = r.spread(lax.rsqrt(r.row_sum(o * o) / V + self.eps), V)
-        store_any(x, o * scale * w * ACTIVATIONS[self.activation].value(z, r.sigmoid(z)))
+        keep(self.blocks, gmem, x, o * scale * w * ACTIVATIONS[self.activation].value(z, r.sigmoid(z)))

@@ -7,9 +7,10 @@
 A token of one row is many short kernels, each of which begins when the one before has ended. Here the copies of the
 first rows of W are on their way while v is made.
 
-Inputs (GMEM): W [F, D] float32, bfloat16 or float16; for `Stream` x [1, D], y [P, D], which are added up, or none,
-w [D] float32; for `Heads` o [H, V], z [G, V], whose last H rows are the gates, w [V] float32. Outputs (GMEM): out
-[1, F] in the dtype asked for; for `Stream` s [1, D] of x's dtype, where there is y.
+Inputs (GMEM): W [F, D] float32, bfloat16 or float16, or codes of E4M3 with scales, see `made_rows.Blocks`; for
+`Stream` x [1, D], y [P, D], which are added up, or none, w [D] float32; for `Heads` o [H, V], z [G, V], whose last H
+rows are the gates, w [V] float32. Outputs (GMEM): out [1, F] in the dtype asked for; for `Stream` s [1, D] of x's
+dtype, where there is y.
 Grid: persistent, CTAs of one warpgroup, see `Config`, which take every ctas-th tile of `Config.rows` rows of W, in
 pieces of `columns` columns. Shared memory: `_memory`.
 Numerics: float32; v is not rounded. The same bits in every call. Hardware: `NEEDS`. Limits: `check_supported`, here
@@ -18,6 +19,7 @@ and of the rows.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +35,7 @@ from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.made_rows import BYTES, WIDEST, Heads, Row, Stream
+from pallas_kernels.layer.made_rows import BLOCK, BYTES, WIDEST, Blocks, Heads, Row, Stream
 
 NEEDS = Needs.TMA | Needs.LARGE
 
@@ -83,9 +85,18 @@ class Config:
         return cls(rows, warpgroups=2 if pl.cdiv(F // rows, num_sms()) >= MANY_TILES else 1)
 
 
-def check_supported(weight: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(
+    weight: jax.ShapeDtypeStruct | jax.Array, scales: jax.ShapeDtypeStruct | jax.Array | None = None
+) -> str | None:
     """Why the kernels cannot take a matrix [F, D]; None if they can. `Row`s refuse for themselves."""
     F = weight.shape[0]
+    if scales is not None:
+        if weight.dtype != jnp.float8_e4m3fn:
+            return f"the weight is {weight.dtype}; the kernel takes scales of float8_e4m3fn"
+        most = 2 * BLOCK * num_sms()
+        if F % BLOCK or not 0 < F <= most:
+            return f"{F} outputs in 8 bits; the kernel takes multiples of {BLOCK} up to {most}"
+        return None
     if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the weight is {weight.dtype}; the kernel takes float32, bfloat16 and float16"
     if F % 8 or not F:
@@ -97,6 +108,8 @@ def _memory(config: Config, shape: tuple[int, int], weight: jax.Array, tiles: in
     _, pieces, columns = weight.shape
     tile, own = pieces * config.rows * columns * weight.dtype.itemsize, pl.cdiv(tiles, config.ctas)
     room = BYTES // pl.cdiv(config.ctas, num_sms())
+    if weight.dtype == jnp.float8_e4m3fn:  # tiles leave more room unused, and there may be two rows
+        room = min(room, SMEM_LIMIT - REDUCTION_BYTES - 1024 - 4 * math.prod(shape))
     room = room if 2 * tile <= room else MOST_BYTES
     groups = config.warpgroups
     stages = max(1, min(room // tile // groups, pl.cdiv(own, groups))) * groups
@@ -143,10 +156,11 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
         plgpu.barrier_arrive(smem.made)
         plgpu.barrier_wait(smem.made)
 
-    def piece_of_row(piece):
-        if smem.row.shape[0] == 1:
-            return smem.row.at[0, pl.ds(piece * columns, columns)]
-        return smem.row.at[piece]
+    def piece_of_row(piece, i):
+        block = 0 if row.blocks is None else row.blocks.of((first + i) * rows)
+        if smem.row.shape[1] > columns:
+            return smem.row.at[block, pl.ds(piece * columns, columns)]
+        return smem.row.at[block * pieces + piece]
 
     last = jnp.maximum(lax.div(count - 1, jnp.int32(warpgroups)), 0) * warpgroups
     """The last tile of the first warpgroup, after whose copies it asks for what others need."""
@@ -159,7 +173,7 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
         plgpu.barrier_wait(smem.full.at[slot])
         total = None
         for piece in range(pieces):
-            v = load(piece_of_row(piece), layout.reduce(0))
+            v = load(piece_of_row(piece, i), layout.reduce(0))
             v = plgpu.layout_cast(lax.broadcast_in_dim(v, (rows, columns), [1]), layout)
             part = load(smem.tiles.at[slot, :, piece], layout).astype(jnp.float32) * v
             total = part if total is None else total + part
@@ -182,6 +196,7 @@ def stream_product(
     y: Float[Array, "P D"] | None,
     norm: Float[Array, " D"],
     weight: Float[Array, "F D"],
+    scales: Float[Array, "M D"] | None = None,
     *,
     eps: float,
     dtype: Any,
@@ -197,6 +212,7 @@ def stream_product(
       y: what is added to it, in parts.
       norm: weight of the norm.
       weight: the matrix.
+      scales: for every column of each block of 128 rows, where the matrix is codes of E4M3; else None.
       eps: of the norm.
       dtype: of the product.
       first: without y, the channel of x with which the stream begins, a multiple of 4.
@@ -205,16 +221,16 @@ def stream_product(
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     assert y is not None or first % 4 == 0, first
-    row = Stream(eps, first)
     config = config or Config.stream(weight.shape[0])
+    row = Stream(eps, first, _blocks(config, weight, scales))
     static = row, config, jnp.dtype(dtype), interpret
-    return compiled(_run_stream, interpret, static=4)(*static, x, y, norm, weight, rows_of(ahead))
+    return compiled(_run_stream, interpret, static=4)(*static, x, y, norm, weight, scales, rows_of(ahead))
 
 
-def _run_stream(row, config, dtype, interpret, x, y, norm, weight, ahead):
-    inputs = {"x": x, "y": y, "w": norm.astype(jnp.float32)}
-    outputs = {"s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype)}
+def _run_stream(row, config, dtype, interpret, x, y, norm, weight, scales, ahead):
     shape = 1, weight.shape[1]
+    inputs = {"x": x, "y": y, "w": norm.astype(jnp.float32), "scales": _of_row(scales, shape)}
+    outputs = {"s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype)}
     results = _launch("stream_product", row, config, shape, inputs, outputs, dtype, weight, ahead, interpret)
     return results.get("s", x), results["out"][None]
 
@@ -224,6 +240,7 @@ def heads_product(
     z: Float[Array, "G V"],
     norm: Float[Array, " V"],
     weight: Float[Array, "F D"],
+    scales: Float[Array, "M D"] | None = None,
     *,
     eps: float,
     activation: str,
@@ -239,6 +256,7 @@ def heads_product(
       z: heads whose last H are the gates.
       norm: weight of the norm.
       weight: the matrix.
+      scales: as for `stream_product`.
       eps: of the norm.
       activation: of the gate, one of `gated_norm.ACTIVATIONS`.
       dtype: of the result.
@@ -246,17 +264,29 @@ def heads_product(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    row = Heads(eps, activation)
-    config = config or Config.heads()
+    config = config or (Config.heads() if scales is None else Config(8))
+    row = Heads(eps, activation, _blocks(config, weight, scales))
     return compiled(_run_heads, interpret, static=4)(
-        row, config, jnp.dtype(dtype), interpret, o, z, norm, weight, rows_of(ahead)
+        row, config, jnp.dtype(dtype), interpret, o, z, norm, weight, scales, rows_of(ahead)
     )
 
 
-def _run_heads(row, config, dtype, interpret, o, z, norm, weight, ahead):
-    inputs = {"o": o, "z": z, "w": norm.astype(jnp.float32)}
+def _run_heads(row, config, dtype, interpret, o, z, norm, weight, scales, ahead):
+    inputs = {"o": o, "z": z, "w": norm.astype(jnp.float32), "scales": _of_row(scales, o.shape)}
     results = _launch("heads_product", row, config, o.shape, inputs, {}, dtype, weight, ahead, interpret)
     return results["out"][None]
+
+
+def _blocks(config: Config, weight: Any, scales: Any) -> Blocks | None:
+    """Blocks of the rows of a CTA in a matrix of codes; None of others."""
+    if scales is None:
+        return None
+    return Blocks(pl.cdiv(weight.shape[0] // config.rows, config.ctas) * config.rows)
+
+
+def _of_row(scales: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+    """Scales of every column in the shape of the row."""
+    return None if scales is None else scales.reshape(-1, *shape)
 
 
 def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, interpret):
@@ -264,6 +294,7 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, int
     config = dataclasses.replace(config, ctas=min(config.ctas, F // config.rows))
     columns = min(shape[1], WIDEST)
     weight = weight.reshape(F, D // columns, columns)  # one copy then brings a tile
+    shape = (1 if row.blocks is None else row.blocks.count) * shape[0], shape[1]
     memory = _memory(config, shape, weight, F // config.rows)
     assert smem_bytes(memory, REDUCTION_BYTES) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
     return launch(

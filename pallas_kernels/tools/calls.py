@@ -368,9 +368,28 @@ CALLS: dict[str, Call] = {
         Needs.TMA | Needs.LARGE,
     ),
     **BATCH_CALLS,
+    "row of a stream, qwen3.5-4b, 8 bits": call(
+        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
+        "f32[1,2560] bf16[1,2560] f32[2560] f8[12288,2560] f32[96,2560]",
+    ),
+    "row of a stream, qwen3.6-27b, 8 bits": call(
+        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
+        "f32[1,5120] bf16[1,5120] f32[5120] f8[16384,5120] f32[128,5120]",
+        Needs.TMA | Needs.LARGE,
+    ),
     "row of a stream": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
         "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
+    ),
+    "row of heads, qwen3.5-4b, 8 bits": call(
+        partial(heads_product, eps=1e-6, activation="silu", dtype=jnp.bfloat16),
+        "f32[32,128] bf16[96,128] f32[128] f8[2560,4096] f32[20,4096]",
+        Needs.TMA | Needs.LARGE,
+    ),
+    "row of heads, qwen3.6-27b, 8 bits": call(
+        partial(heads_product, eps=1e-6, activation="silu", dtype=jnp.bfloat16),
+        "f32[48,128] bf16[128,128] f32[128] f8[5120,6144] f32[40,6144]",
+        Needs.TMA | Needs.LARGE,
     ),
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),

@@ -12,11 +12,13 @@ from flax import nnx
 from fused_harness import draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.layers.block_weights import BlockSwiGLU
+from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers.block_weights import BlockSwiGLU, keep_projections
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream
 from gdn_jax.models.inference.dense import BlockDenseRow
 from gdn_jax.models.inference.part import Call
-from pallas_kernels.layer import dense_stream
+from gdn_jax.models.inference.recurrent import HeadRows
+from pallas_kernels.layer import dense_stream, row_product
 
 F8 = jnp.float8_e4m3fn
 
@@ -36,6 +38,53 @@ def test_codes_and_their_scales(sizes, config):
     stream, z = dense_stream.dense_stream(*args, **options)
     np.testing.assert_allclose(np.asarray(stream, np.float64), s, rtol=0.01, atol=0.01)  # of bfloat16
     np.testing.assert_allclose(np.asarray(z, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "config", [(4, 3), (8, 2, 2), (8, 1)]
+)  # rows of a CTA in two blocks, in one, and whole blocks
+def test_products_of_a_stream_by_codes(config):
+    args, s, want = row_kernels.stream_codes(512, 256)
+    options: dict = dict(config=row_product.Config(*config), dtype=jnp.float32, interpret=INTERPRET)
+    stream, got = row_product.stream_product(*args, eps=1e-6, **options)
+    np.testing.assert_allclose(np.asarray(stream, np.float64), s, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("config", [(4, 3), (8, 2)])
+def test_products_of_heads_by_codes(config):
+    (o, channels, *args), want = row_kernels.heads_codes(4, 128, 256, 256, "silu")
+    options: dict = dict(config=row_product.Config(*config), dtype=jnp.float32, interpret=INTERPRET)
+    z = channels.reshape(-1, 128)
+    got = row_product.heads_product(o, z, *args, eps=1e-6, activation="silu", **options)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_products_of_a_recurrent_layer(small, monkeypatch):
+    """In a copy for one row: codes and narrow projections, each with the norm in its kernel."""
+    dtypes: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    mixer = GatedDeltaNet(256, num_heads=1, head_dim=128, expand_v=1.0, rngs=nnx.Rngs(0), **dtypes)
+    keep_projections(mixer)
+    norm, draw = RMSNorm(256, dtype=jnp.bfloat16, implementation="chunked"), draws(3)
+    x, y = draw(1, 1, 256), draw(1, 1, 256, dtype="bfloat16")
+    s, n = norm.add(x, y)
+    names = ("q", "k", "v", "g", "a", "b")
+    want = jnp.concatenate([getattr(mixer, f"{name}_proj")(n) for name in names], -1)
+    rows, cache = HeadRows.of(mixer, Call(1, True)), mixer.init_cache(1)
+    found = []
+
+    def token(self, channels, raw, x, cache):
+        found.append((channels, raw))
+        return y, cache
+
+    monkeypatch.setattr(HeadRows, "_token", token)
+    stream, _ = from_stream(rows)(norm, x, y, cache=cache)
+    ((channels, raw),) = found
+    assert small == {"stream_product": 2}
+    got = jnp.concatenate([channels, *[gates[..., start : start + 1] for gates, start in raw]], -1)
+    np.testing.assert_allclose(stream, s, rtol=1e-6, atol=1e-6)
+    want, got = fused_oracle.wide(want), fused_oracle.wide(got)
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
 
 
 def test_what_it_takes():

@@ -16,7 +16,7 @@ from gdn_jax.models import ExpertsConfig, LanguageModel, ModelConfig, generate
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
 from gdn_jax.models.inference import program
-from gdn_jax.models.inference.dense import DenseRow
+from gdn_jax.models.inference.dense import BlockDenseRow, DenseRow
 from gdn_jax.models.inference.experts import ExpertRow
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.parts import (
@@ -63,10 +63,11 @@ def test_a_stream_chooses_its_experts(E, D, F, choice, gate):
 
 
 @pytest.mark.parametrize(
-    ("D", "F", "P"), [(1024, 2736, 1), (1024, 3584, 16), (2560, 9216, 3), (2048, 5632, 0)]
+    ("D", "F", "P"),
+    [(1024, 2736, 1), (1024, 3584, 16), (2560, 9216, 3), (2048, 5632, 0), (5120, 17408, 1)],
 )
 def test_a_stream_and_its_swiglu(D, F, P):
-    """At the widths of the 0.4B and 1.3B presets and of Qwen3.5 0.8B and 4B."""
+    """At the widths of the 0.4B and 1.3B presets and of Qwen3.5 0.8B, 4B and 27B."""
     args, s, want = row_kernels.dense(D, F, P)
     assert dense_stream.takes(args[0], *args[-2:], None)
     call = jax.jit(functools.partial(dense_stream.dense_stream, eps=1e-6))
@@ -77,9 +78,9 @@ def test_a_stream_and_its_swiglu(D, F, P):
     close(want, z, "z", 0)
 
 
-@pytest.mark.parametrize(("D", "F"), [(1024, 3584), (2560, 9216), (512, 1540)])
+@pytest.mark.parametrize(("D", "F"), [(1024, 3584), (2560, 9216), (5120, 17408), (512, 1540)])
 def test_codes_and_their_scales(D, F):
-    """Weights in 8 bits at the widths of Qwen3.5 0.8B and 4B, and where the last slice begins earlier."""
+    """Weights in 8 bits at the widths of Qwen3.5 0.8B, 4B and 27B, and where the last slice begins earlier."""
     args, s, want = row_kernels.dense_codes(D, F, 2)
     assert dense_stream.takes(args[0], *args[3:5], None)
     call = jax.jit(functools.partial(dense_stream.dense_stream, eps=1e-6))
@@ -164,9 +165,29 @@ def test_row_of_a_stream(F, dtype):
         close(expected, result, name)
 
 
+@pytest.mark.parametrize(("D", "F"), [(2560, 12288), (5120, 16384), (1024, 6144)])
+def test_row_of_a_stream_by_codes(D, F):
+    """Weights in 8 bits at the widths of recurrent layers of Qwen3.5 4B and 27B."""
+    args, *want = row_kernels.stream_codes(D, F)
+    assert row_product.takes(args[0], args[3], None, args[4])
+    call = jax.jit(functools.partial(row_product.stream_product, eps=1e-6, dtype=jnp.float32))
+    got = call(*args)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(*args)[1], got[1])
+    for name, expected, result in zip(("s", "product"), want, got, strict=True):
+        close(expected, result, name)
+
+
 def test_row_of_heads():
     args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
     call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="sigmoid"))
+    close(want, call(*args), "y")
+
+
+@pytest.mark.parametrize(("H", "F"), [(32, 2560), (48, 5120)])
+def test_row_of_heads_by_codes(H, F):
+    args, want = row_kernels.heads_codes(H, 128, 1024, F, "silu")
+    call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="silu"))
     close(want, call(*args), "y")
 
 
@@ -218,12 +239,15 @@ SMALL_QWEN = dataclasses.replace(
     **dict(vocab_size=256, num_layers=4, dtype="bfloat16", weight_dtype="bfloat16"),
 )
 
+SMALL_BLOCKS = dataclasses.replace(SMALL_QWEN, weights="float8")
 SMALL_KDA = dataclasses.replace(
     PRESETS["kda-0.4b"], vocab_size=256, num_layers=2, dtype="bfloat16", weight_dtype="bfloat16"
 )
 
 
-@pytest.mark.parametrize("config", [SMALL_LING, SMALL_QWEN, SMALL_KDA], ids=["ling", "qwen", "kda"])
+@pytest.mark.parametrize(
+    "config", [SMALL_LING, SMALL_QWEN, SMALL_BLOCKS, SMALL_KDA], ids=["ling", "qwen", "codes", "kda"]
+)
 def test_a_token_of_one_row_of_a_model(config):
     """Recurrent, latent and attention layers, dense and with experts, token by token in the copy that generation
     reads."""
@@ -237,7 +261,7 @@ def test_a_token_of_one_row_of_a_model(config):
     copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
     assert step.lower(copy, tokens[:, :1], model.init_cache(1, 16)).as_text().count("@mosaic_gpu") > 1
-    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, ExpertRow}
+    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, BlockDenseRow, ExpertRow}
     cache, got = model.init_cache(1, 16), []
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)

@@ -128,6 +128,30 @@ def stream(D: int, F: int, dtype: str, seed: int = 0):
     return (x, y, norm, weight), s, n @ wide(weight).T
 
 
+def stream_codes(D: int, F: int, seed: int = 0):
+    """`stream` with a matrix of codes whose blocks have unlike scales, given for every column."""
+    (x, y, norm, _), s, _ = stream(D, 8, "bfloat16", seed)
+    codes, scales, weight = matrix_of_codes(F, D, seed)
+    _, n = fused_oracle.add_norm(x, y, norm, 1e-6)
+    return (x, y, norm, codes, scales), s, n @ weight.T
+
+
+def matrix_of_codes(F: int, D: int, seed: int = 0):
+    """Codes, scales of every column of each block of 128 rows, which are unlike, and what they mean."""
+    codes = draws(seed)(F, D).astype(jnp.float8_e4m3fn)
+    sizes = np.random.default_rng(seed).uniform(0.1, 3, (F // 128, D // 128))
+    scales = put(np.repeat(sizes, 128, 1), "float32")
+    return codes, scales, np.asarray(codes, np.float64) * np.repeat(np.asarray(scales, np.float64), 128, 0)
+
+
+def heads_codes(H: int, V: int, others: int, F: int, activation: str):
+    """`heads` with a matrix of codes."""
+    (o, channels, norm, _), _ = heads(H, V, others, 8, activation)
+    codes, scales, weight = matrix_of_codes(F, H * V)
+    y = fused_oracle.gated_norm(o, wide(channels)[others:].reshape(H, V), norm, 1e-6, activation)
+    return (o, channels, norm, codes, scales), y.reshape(1, -1) @ weight.T
+
+
 def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     """Arguments of `parts.heads_product`, the gates behind other channels, and what it gives."""
     draw = draws(seed)

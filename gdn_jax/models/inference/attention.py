@@ -11,9 +11,8 @@ from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import group_of, group_projections, weights_of
 from gdn_jax.models.window import WindowAttention
-from gdn_jax.parts import row_product
 from gdn_jax.parts.cached_attention import Heads, Place, cached_attention, takes
-from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.products import Addend
 
 
 class AttentionRows(Attention, Reader):
@@ -61,15 +60,8 @@ class AttentionRows(Attention, Reader):
         if group is None or cache is None:
             return normalise_first(self, norm, x, y, **options)
         self._check_call(x, cache, None, None, False)
-        weight, places = group.weight[...], [slice(linear.start, linear.stop) for linear in inputs]
-        if row_product.takes(x, weight, self.implementation):
-            static: Any = dict(eps=norm.eps, dtype=group.dtype or weight.dtype, ahead=self.after(1))
-            x, channels = row_product.stream_product(
-                x, array_of(y), norm.scale(jnp.float32), weight, **static
-            )
-        else:
-            x, normalized = norm.add(x, y)
-            channels = group(normalized)
+        x, channels = group.from_stream(norm, x, y, self.implementation, self.after(1))
+        places = [slice(linear.start, linear.stop) for linear in inputs]
         return x, self.of_channels(channels, places, cache)
 
     def of_channels(

@@ -15,13 +15,52 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from gdn_jax.layers.block_weights import BlockLinear
-from gdn_jax.layers.blocks import Projection, with_bias
-from gdn_jax.parts import block_weights
-from gdn_jax.parts.products import transposed_product
+from gdn_jax.layers.blocks import Projection, RMSNorm, with_bias
+from gdn_jax.parts import block_weights, row_product
+from gdn_jax.parts.products import Addend, array_of, transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
 
-class ProjectionGroup(nnx.Module):
+class Group(nnx.Module):
+    """Projections of one input as one product.
+
+    Fields:
+      weight: rows of all projections, [outputs, D].
+      blocks: scales for every column of each block of 128 rows, where weights are in 8 bits; else None.
+      dtype: of the products; None: the dtype that input and weight promote to.
+    """
+
+    weight: nnx.Param
+    blocks: nnx.Param | None = None
+    dtype: Any
+
+    def takes(self, x: Float[Array, "*S D"], implementation: str | None) -> bool:
+        """Whether one kernel makes the norm of a stream, and these products of it."""
+        return row_product.takes(x, self.weight[...], implementation, self.scales_of_blocks())
+
+    def from_stream(
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "*S D"],
+        y: Float[Array, "*P D"] | Addend | None,
+        implementation: str | None,
+        ahead: tuple[Array, ...] = (),
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S F"]]:
+        """The stream x + y, and the results for its norm side by side, without a bias."""
+        if not self.takes(x, implementation):
+            x, normalized = norm.add(x, y)
+            return x, self(normalized)
+        weight = self.weight[...]
+        arrays = x, array_of(y), norm.scale(jnp.float32), weight, self.scales_of_blocks()
+        static: Any = dict(eps=norm.eps, dtype=self.dtype or weight.dtype, ahead=ahead)
+        return row_product.stream_product(*arrays, **static)
+
+    def scales_of_blocks(self) -> Array | None:
+        """`blocks`, as kernels take them."""
+        return None if self.blocks is None else self.blocks[...]
+
+
+class ProjectionGroup(Group):
     """Projections of one input as one product, its weight [outputs, D].
 
     Args:
@@ -44,7 +83,7 @@ class ProjectionGroup(nnx.Module):
         return transposed_product(x.astype(dtype), weight.astype(dtype), dtype)
 
 
-class BlockGroup(nnx.Module):
+class BlockGroup(Group):
     """Projections of one input that keep their weights in 8 bits, as one product.
 
     Args:
@@ -57,7 +96,11 @@ class BlockGroup(nnx.Module):
             nnx.Param(jnp.concatenate([getattr(linear.kernel_blocks, name)[...] for linear in linears]))
             for name in ("codes", "scales")
         )
-        self.outputs = self.weight.shape[0]
+        self.outputs, D = self.weight.shape
+        rows = [n for linear in linears for n in (linear.out_features, linear.kernel_blocks.rows)]
+        if all(n % block_weights.BLOCK == 0 for n in rows):
+            of_blocks = self.scales[...][:: block_weights.BLOCK]
+            self.blocks = nnx.Param(jnp.repeat(of_blocks, block_weights.BLOCK, axis=1)[:, :D])
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
         """The results of all projections side by side, without a bias."""

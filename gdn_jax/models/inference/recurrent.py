@@ -9,9 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gdn_jax.layers import RecurrentCache, RecurrentMixer
-from gdn_jax.layers.blocks import RMSNorm, from_stream
+from gdn_jax.layers.blocks import RMSNorm, from_stream, normalise_first
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
+    BlockGroup,
     FactorGroup,
     ProjectionOfGroup,
     group_factors,
@@ -134,12 +135,37 @@ class TokenRows(RecurrentRows):
         """Factors of the projections to the raw inputs of decays and of strengths; makes `Gates` of their places."""
         raise NotImplementedError
 
+    def from_stream(
+        self,
+        norm: RMSNorm,
+        x: Float[Array, "B T D"],
+        y: Float[Array, "P T D"] | Addend | None,
+        **options: Any,
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
+        """See `layers.blocks.from_stream`: of one row and projections in 8 bits the norm is made in the kernels of
+        the products."""
+        cache, (*raw, _), implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
+        groups = self.group, group_of([linear for factors in raw for linear in factors])
+        if cache is not None and self._ends_in_gate() and isinstance(groups[0], BlockGroup):
+            if all(group is not None and group.takes(x, implementation) for group in groups):
+                s, channels = groups[0].from_stream(norm, x, y, implementation, self.after(1))
+                _, gates = groups[1].from_stream(norm, s, None, implementation)
+                arrays = [(gates, linear.start) for (linear,) in raw]
+                if (found := self._token(channels, arrays, None, cache)) is not None:
+                    return s, found
+        return normalise_first(self, norm, x, y, **options)
+
     def _by_kernels(self, x, cache):
         if self.mixer.conv_weight is None or not is_whole(x, *cache):
             return None
-        *raw, of = self._raw_gates()
+        *raw, _ = self._raw_gates()
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
-        arrays, starts = zip(*(_raw(factors, x) for factors in raw), strict=True)
+        return self._token(channels, [_raw(factors, x) for factors in raw], x, cache)
+
+    def _token(self, channels, raw, x, cache):
+        """A token from its products, and from those of the gates with their places; None where no kernel takes it."""
+        *_, of = self._raw_gates()
+        arrays, starts = zip(*raw, strict=True)
         A_log = None if self.mixer.A_log is None else self.mixer.A_log[...]
         products, last = (a[:, 0] for a in (channels, *arrays)), (A_log, self.mixer.dt_bias[...], *cache)
         of_token: Any = *products, *self.mixer.filters(), *last
@@ -155,10 +181,11 @@ class TokenRows(RecurrentRows):
         """`_gated`, of one row by one kernel."""
         norm, row, last = self.mixer.o_norm, o.reshape(-1, o.shape[-1]), self.mixer.o_proj
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
-            matrix = last.group.weight[...]
-            if heads_product.takes(row, channels.shape[-1], matrix, self.mixer.implementation):
+            group: Any = last.group
+            matrix, scales = group.weight[...], group.scales_of_blocks()
+            if heads_product.takes(row, channels.shape[-1], matrix, self.mixer.implementation, scales):
                 static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=self.after(2))
-                arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix
+                arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix, scales
                 return heads_product.heads_product(*arrays, **static)[None]
         return self._gated(o, channels)
 
