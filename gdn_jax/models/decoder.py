@@ -15,7 +15,7 @@ from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import make_block, stream_norm
 from gdn_jax.models.config import ModelConfig, period_of
 from gdn_jax.parts.embedding import embed
-from gdn_jax.parts.kernels import usable
+from gdn_jax.parts.kernels import SMALL, usable
 from gdn_jax.parts.products import array_of, transposed_product
 from gdn_jax.rule import seam
 from gdn_jax.rule.chunks import rows
@@ -238,6 +238,6 @@ class LanguageModel(nnx.Module):
     def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
         """Output projection of `hidden_states`: float32 logits."""
         weight = self.head_weight().astype(x.dtype)
-        if usable(self.config.implementation):
+        if usable(self.config.implementation, SMALL):
             return transposed_product(x, weight, jnp.float32)
         return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=jnp.float32)

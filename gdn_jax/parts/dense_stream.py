@@ -14,13 +14,13 @@ def takes(x: Weight, gate_up: Weight, down: Weight, implementation: str | None) 
     """Whether `dense_stream` takes a stream [.., D], branches [2 F, D] and a projection down [F, D], or such shapes:
     one row, on one device."""
     arrays = [a for a in (x, gate_up, down) if isinstance(a, jax.Array)]
-    if x.size != x.shape[-1] or not usable(implementation) or not is_whole(*arrays):
-        return False
     from pallas_kernels.device.grid_barrier import most_ctas
-    from pallas_kernels.layer.dense_stream import check_supported
+    from pallas_kernels.layer import dense_stream as kernels
 
+    if x.size != x.shape[-1] or not usable(implementation, kernels) or not is_whole(*arrays):
+        return False
     row = jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype)
-    return check_supported(row, gate_up, down, most_ctas()) is None
+    return kernels.check_supported(row, gate_up, down, most_ctas()) is None
 
 
 @token_op

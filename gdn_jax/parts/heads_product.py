@@ -17,10 +17,10 @@ def takes(
     scales: Float[Array, "M D"] | None = None,
 ) -> bool:
     """Whether `heads_product` takes heads, a number of channels that end in their gates, and a matrix."""
-    if not usable(implementation) or not is_whole(o, weight):
-        return False
     from pallas_kernels.layer import row_product as kernels
 
+    if not usable(implementation, kernels) or not is_whole(o, weight):
+        return False
     return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight, scales)) is None
 
 

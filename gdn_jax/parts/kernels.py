@@ -56,18 +56,15 @@ SMALL = _Small()
 def device_reason(kernel: Any = None) -> str | None:
     """Why JAX's default device does not run a kernel, from its module; None if it does.
 
-    A GPU without bulk copies gets none: nobody has measured whether those that need no such copies are faster there
-    than XLA.
-
     Args:
-      kernel: None: any of those around the rule but the ones by wgmma, those with much shared memory too.
+      kernel: None: any of those around the rule but the ones by wgmma: with bulk copies, and with much shared memory.
     """
     if _trusted.get() is not None:
         return None
     from pallas_kernels.device import launch
     from pallas_kernels.device.needs import Needs
 
-    return launch.device_reason(Needs.TMA | (Needs.LARGE if kernel is None else kernel.NEEDS))
+    return launch.device_reason(Needs.TMA | Needs.LARGE if kernel is None else kernel.NEEDS)
 
 
 def usable(

@@ -18,10 +18,10 @@ def takes(
     scales: Float[Array, "M D"] | None = None,
 ) -> bool:
     """Whether `stream_product` takes a stream and a matrix: one row, on one device."""
-    if x.size != x.shape[-1] or not usable(implementation) or not is_whole(x, weight):
-        return False
     from pallas_kernels.layer import row_product as kernels
 
+    if x.size != x.shape[-1] or not usable(implementation, kernels) or not is_whole(x, weight):
+        return False
     reason = kernels.Stream.check_supported(x.reshape(1, -1), weight)
     return (reason or kernels.check_supported(weight, scales)) is None
 

@@ -123,29 +123,30 @@ def parents(raw: Raw, spans: Spans) -> Array | None:
     return int32_or_none(spans.parents) if raw.q.shape[1] > 1 else None
 
 
-def reason(pool: Pool, kernel: Any, tokens: Raw | None = None) -> str | None:
+def reason(pool: Pool, kernel: Any, tokens: Raw | None = None, shared_bytes: int = 0) -> str | None:
     """Why a kernel, from its module, cannot change the pool in place on JAX's default device; None if it can.
 
     Args:
       tokens: of the rule, whose gates the kernel makes; None where there are none.
+      shared_bytes: shared memory that this call needs; 0 where the kernel itself says what it needs.
     """
     if tokens is not None and accumulation_dtype(*tokens) != jnp.float32:
         return "a gate is float64; the kernels compute in float32"
     if varies(pool):
         return "the pool is a shard whose type names mesh axes; in shard_map the kernels need check_vma=False"
-    return device_reason(kernel, several=tokens is not None and tokens.q.ndim == 4)
+    return device_reason(kernel, shared_bytes)
 
 
-def device_reason(kernel: Any, *, several: bool = False) -> str | None:
+def device_reason(kernel: Any, shared_bytes: int = 0) -> str | None:
     """Why JAX's default device cannot run a kernel, from its module; None if it can.
 
     Args:
-      several: whether each request has several tokens, of which there may be many in shared memory.
+      shared_bytes: as for `reason`.
     """
     from pallas_kernels.device import launch
     from pallas_kernels.device.needs import Needs
 
-    needs = kernel.NEEDS | (Needs.LARGE if several else Needs.NOTHING)
+    needs = kernel.NEEDS | (Needs.LARGE if shared_bytes > launch.SMALL_MEMORY else Needs.NOTHING)
     return None if interpreter.get() is not None else launch.device_reason(needs)
 
 

@@ -37,8 +37,12 @@ class StateKernels(StatePool):
         """Why the kernels cannot run a call of `decode` or `verify` on JAX's default device; None if they can."""
         from pallas_kernels.decode import step
 
-        reason = step.check_supported(*tokens[:3], self.arrays, is_tree=where.is_tree)
-        return reason or kernels.reason(self, step, tokens)
+        reason, q = step.check_supported(*tokens[:3], self.arrays, is_tree=where.is_tree), tokens.q
+        if reason or q.ndim == 3:
+            return reason or kernels.reason(self, step, tokens)
+        # Several tokens of each request wait in shared memory.
+        several = q.shape[1], self.arrays, self.layout == STATE_LAYOUTS[0], where.is_tree
+        return kernels.reason(self, step, tokens, step.bytes_of_tokens(*several))
 
     def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""

@@ -95,7 +95,7 @@ def check_supported(
     return None
 
 
-def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config, interpreted: bool) -> None:
+def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config) -> None:
     blocks = sizes.D // config.channels
     row, block = lax.div(grid_index(), blocks), lax.rem(grid_index(), blocks)
     slot = row if gmem.read_slots is None else gmem.read_slots[row]
@@ -139,7 +139,7 @@ def _body(gmem: Any, smem: Any, *, sizes: Sizes, config: Config, interpreted: bo
             pieces = [read(first) for first in firsts]
             # A barrier: what is written below has been read by every thread.
             if more:
-                generations.commit(interpreted)
+                generations.commit()
             for piece in pieces:
                 write(*piece)
 
@@ -193,9 +193,7 @@ def conv_update(
     slots = Slots(pool.shape[0], null_slot, 1 if layer is None else pool.shape[1])
     results = launch(
         "conv_update",
-        functools.partial(
-            _body, sizes=Sizes(D, W, silu, slots), config=config, interpreted=interpret is not None
-        ),
+        functools.partial(_body, sizes=Sizes(D, W, silu, slots), config=config),
         inputs={
             "x": x,
             "w": weight,

@@ -47,7 +47,7 @@ from pallas_kernels.decode.tiles import (
 )
 from pallas_kernels.device import generations
 from pallas_kernels.device.launch import grid_index, launch, num_sms
-from pallas_kernels.device.memory import Buffer, Memory, store_any
+from pallas_kernels.device.memory import Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.slots import layer_input, one_for_all_layers
 
@@ -120,6 +120,26 @@ def memory(sizes: Sizes, config: Config, T: int, uneven: bool, tree_of: Any = No
         "v": Buffer((T, config.block)),
         "scalars": Buffer((T, SCALARS)),
     }
+
+
+def bytes_of_tokens(T: int, pool: jax.Array, kv_layout: bool, is_tree: bool) -> int:
+    """Shared memory of a CTA at most for T tokens of each request, whatever their gates are.
+
+    Args:
+      pool: the pool's states, or their shape.
+      kv_layout: whether states are [K, V].
+      is_tree: whether the tokens are given parents.
+    """
+    K, V = pool.shape[-2:] if kv_layout else pool.shape[:-3:-1]
+    block = Config.default(K, V, pool.dtype, kv_layout, T).block
+    known: Memory = {
+        "initial": Buffer((K, block), pool.dtype) if is_tree else None,
+        "q and k": Buffer((T, 2 * K)),
+        "gates of channels": Buffer((T, 2 * K)),
+        "v": Buffer((T, block)),
+        "scalars": Buffer((T, SCALARS)),
+    }
+    return smem_bytes(known, REDUCTION_BYTES)
 
 
 def _bring_near(cta: Cta) -> None:
@@ -249,7 +269,7 @@ def _verify(cta: Cta) -> None:
     lax.fori_loop(0, -(-cta.T // GROUP), lambda group, _: _prepare(cta, group), None)
     if cta.gmem.parents is not None:
         store_any(cta.smem.initial, S)
-    generations.commit(cta.dev.interpreted)
+    generations.commit()
     lax.fori_loop(0, cta.count, functools.partial(_token, cta), S.astype(jnp.float32))
 
 

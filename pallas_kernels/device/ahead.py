@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.launch import grid_index
 
 WIDTH = 256
@@ -57,7 +57,7 @@ def bring(refs: Sequence[Any], ctas: int) -> None:
 
         def ask(i, _, ref=ref, rows=rows, last=n - rows):
             first = jnp.minimum((grid_index() + i * ctas) * rows, last)
-            plgpu.async_prefetch(ref.at[pl.ds(first, rows)])
+            generations.prefetch(ref.at[pl.ds(first, rows)])
 
         lax.fori_loop(0, lax.div(boxes - grid_index() + (ctas - 1), jnp.int32(ctas)), ask, None)
         if room <= 0:

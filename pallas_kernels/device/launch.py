@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
 from pallas_kernels.device.needs import Needs, capabilities
 
@@ -193,6 +194,11 @@ SHARED_MEMORY = {"8.0": 166_912, "9.0": SMEM_LIMIT, "10.0": SMEM_LIMIT, "10.3": 
 def shared_memory() -> int:
     """Bytes of shared memory that a CTA may have on JAX's default device; the least of all where that is no GPU."""
     return SHARED_MEMORY.get(str(getattr(default_device(), "compute_capability", None)), SMALL_MEMORY)
+
+
+def room() -> int:
+    """Bytes of shared memory that a CTA may have on what a kernel is lowered for, 9.0 where there is no GPU."""
+    return SHARED_MEMORY.get(generations.capability(), SMALL_MEMORY)
 
 
 def grid_index() -> jax.Array:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 from pallas_kernels.device.launch import grid_index
@@ -218,7 +219,7 @@ class Tiles:
         row, columns = self.own.row(group), pl.ds(self.chunk * self.sizes.pieces, self.sizes.pieces)
 
         def start(source: Any, row: Any) -> None:
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(row, ROWS), columns], slot, barrier)
+            generations.copy(source.at[pl.ds(row, ROWS), columns], slot, barrier)
 
         pl.when(matrix < 2)(lambda: start(self.gmem.gate_up, matrix * self.sizes.F + row))
         pl.when(matrix == 2)(lambda: start(self.gmem.down, row))
@@ -287,7 +288,7 @@ class Tiles:
         if sizes.F % own.own:  # and so does the last slice
             h = jnp.where(at < own.start - own.first, 0.0, h)
         store_any(smem.h.at[self.wg], h)
-        plgpu.commit_smem()
+        generations.commit()
 
     def multiply_down(self) -> None:
         """Products of h and the warpgroup's rows of W, added up in shared memory."""

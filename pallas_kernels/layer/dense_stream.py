@@ -38,17 +38,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import constant, launch_stages
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import compiled, grid_index, warpgroup_index
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.launch import compiled, grid_index, room, warpgroup_index
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.dense_stages import (
     COLUMNS,
     LINE,
     LONGEST,
+    PIECES,
     ROWS,
     WIDEST,
     Config,
@@ -61,7 +63,7 @@ from pallas_kernels.layer.dense_stages import (
 )
 from pallas_kernels.layer.dense_weights import of_dtype
 
-NEEDS = Needs.TMA | Needs.LARGE
+NEEDS = Needs.MMA
 
 REDUCTION_BYTES = 16
 
@@ -89,13 +91,15 @@ def check_supported(
     sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
+    if sizes.chunks > 1 and not generations.has_bulk_copies():
+        return f"rows of {D}; below compute capability 9.0 the kernel takes up to {PIECES * WIDEST}"
     if not ROWS <= sizes.own <= LONGEST:
         of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * LONGEST}"
         return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"
     if reason := weights.reason(F, sizes.own):
         return reason
     taken = smem_bytes(_memory(sizes, dataclasses.replace(config, slots=1), down.dtype), REDUCTION_BYTES)
-    return f"{taken} bytes of shared memory; a CTA has {SMEM_LIMIT}" if taken > SMEM_LIMIT else None
+    return f"{taken} bytes of shared memory; a CTA has {room()}" if taken > room() else None
 
 
 def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
@@ -120,7 +124,7 @@ def _fitting(sizes: Sizes, config: Config, dtype: Any) -> Config:
         return config
     used = pl.cdiv(3 * sizes.tiles, config.warpgroups)
     every = (dataclasses.replace(config, slots=n) for n in range(used, 0, -1))
-    return next(c for c in every if smem_bytes(_memory(sizes, c, dtype), REDUCTION_BYTES) <= SMEM_LIMIT)
+    return next(c for c in every if smem_bytes(_memory(sizes, c, dtype), REDUCTION_BYTES) <= room())
 
 
 def _body(
@@ -130,7 +134,7 @@ def _body(
     assert weights is not None
 
     def meet() -> None:
-        plgpu.commit_smem()
+        generations.commit()
         plgpu.barrier_arrive(smem.made)
         plgpu.barrier_wait(smem.made)
 

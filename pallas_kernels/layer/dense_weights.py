@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.operations import Device
@@ -75,6 +76,8 @@ class Blocks(Whole):
     unit = WARPS
 
     def reason(self, F: int, own: int) -> str | None:
+        if not generations.has_bulk_copies():
+            return "weights in 8 bits; the kernel takes them from compute capability 9.0"
         if F % self.unit:
             return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.unit}"
         if all(min(start, F - own) % BLOCK + own <= 2 * BLOCK for start in range(0, F, own)):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.device.launch import grid_index
+from pallas_kernels.device.launch import grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
@@ -20,8 +20,13 @@ WIDEST = 256
 BLOCK = 128
 """Rows, and columns, of a matrix of codes that share a scale."""
 
-BYTES = 192 * 1024
-"""Shared memory of a multiprocessor's CTAs for tiles of the matrix, at most."""
+OTHER_BYTES = 35 * 1024
+"""Shared memory of a multiprocessor's CTAs for all but tiles of the matrix, at most."""
+
+
+def bytes_for_tiles() -> int:
+    """Shared memory of a multiprocessor's CTAs for tiles of the matrix, at most."""
+    return room() - OTHER_BYTES
 
 
 @runtime_checkable
@@ -102,8 +107,8 @@ class Stream:
         D = weight.shape[1]
         if D % WIDEST or D > r.WIDEST:
             return f"rows of {D}; the kernel takes multiples of {WIDEST} up to {r.WIDEST}"
-        if 8 * D * weight.dtype.itemsize > BYTES:
-            return f"rows of {D} numbers of {weight.dtype}; the kernel takes {BYTES // 8} bytes"
+        if 8 * D * weight.dtype.itemsize > bytes_for_tiles():
+            return f"rows of {D} numbers of {weight.dtype}; the kernel takes {bytes_for_tiles() // 8} bytes"
         return None
 
     def load(self, gmem: Any) -> Any:

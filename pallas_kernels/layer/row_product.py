@@ -30,20 +30,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, store_any
+from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, room, warpgroup_index
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.made_rows import BLOCK, BYTES, WIDEST, Blocks, Heads, Row, Stream
+from pallas_kernels.layer.made_rows import BLOCK, WIDEST, Blocks, Heads, Row, Stream, bytes_for_tiles
 
-NEEDS = Needs.TMA | Needs.LARGE
+NEEDS = Needs.MMA
 
 MANY_TILES = 4
 """Tiles of a CTA from which on two warpgroups share them."""
 
-MOST_BYTES = 200 * 1024
-"""`BYTES` of one CTA, where its share would be less than two tiles."""
+MORE_BYTES = 8 * 1024
+"""Bytes that one CTA has beyond `bytes_for_tiles`, where its share of them would be less than two tiles."""
 
 REDUCTION_BYTES = 2048
 
@@ -89,10 +90,12 @@ def check_supported(
     weight: jax.ShapeDtypeStruct | jax.Array, scales: jax.ShapeDtypeStruct | jax.Array | None = None
 ) -> str | None:
     """Why the kernels cannot take a matrix [F, D]; None if they can. `Row`s refuse for themselves."""
-    F = weight.shape[0]
+    F, D = weight.shape
     if scales is not None:
         if weight.dtype != jnp.float8_e4m3fn:
             return f"the weight is {weight.dtype}; the kernel takes scales of float8_e4m3fn"
+        if not generations.has_bulk_copies():
+            return "a weight in 8 bits; the kernel takes one from compute capability 9.0"
         most = 2 * BLOCK * num_sms()
         if F % BLOCK or not 0 < F <= most:
             return f"{F} outputs in 8 bits; the kernel takes multiples of {BLOCK} up to {most}"
@@ -101,18 +104,20 @@ def check_supported(
         return f"the weight is {weight.dtype}; the kernel takes float32, bfloat16 and float16"
     if F % 8 or not F:
         return f"{F} outputs; the kernel takes a multiple of 8"
+    if 4 * D * weight.dtype.itemsize > bytes_for_tiles():
+        return f"rows of {D} numbers of {weight.dtype}; the kernel takes {bytes_for_tiles() // 4} bytes"
     return None
 
 
 def _memory(config: Config, shape: tuple[int, int], weight: jax.Array, tiles: int) -> Memory:
     _, pieces, columns = weight.shape
     tile, own = pieces * config.rows * columns * weight.dtype.itemsize, pl.cdiv(tiles, config.ctas)
-    room = BYTES // pl.cdiv(config.ctas, num_sms())
+    free = bytes_for_tiles() // pl.cdiv(config.ctas, num_sms())
     if weight.dtype == jnp.float8_e4m3fn:  # tiles leave more room unused, and there may be two rows
-        room = min(room, SMEM_LIMIT - REDUCTION_BYTES - 1024 - 4 * math.prod(shape))
-    room = room if 2 * tile <= room else MOST_BYTES
+        free = min(free, room() - REDUCTION_BYTES - 1024 - 4 * math.prod(shape))
+    free = free if 2 * tile <= free else bytes_for_tiles() + MORE_BYTES
     groups = config.warpgroups
-    stages = max(1, min(room // tile // groups, pl.cdiv(own, groups))) * groups
+    stages = max(1, min(free // tile // groups, pl.cdiv(own, groups))) * groups
     return {
         "tiles": Buffer((stages, config.rows, pieces, columns), weight.dtype),
         "row": Buffer(shape),
@@ -125,6 +130,7 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
     stages, rows, pieces, columns = smem.tiles.shape
     layout, warpgroups = lane_layout(WARP, columns // WARP), config.warpgroups
     wg = warpgroup_index() if warpgroups > 1 else jnp.int32(0)
+    own_stages = stages // warpgroups
     tiles = gmem.weight.shape[0] // rows
     each = pl.cdiv(tiles, config.ctas)
     first = grid_index() * each
@@ -133,7 +139,7 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
     def start(i):
         slot = lax.rem(i, jnp.int32(stages))
         own = gmem.weight.at[pl.ds((first + i) * rows, rows)]
-        plgpu.copy_gmem_to_smem(own, smem.tiles.at[slot], smem.full.at[slot])
+        generations.copy(own, smem.tiles.at[slot], smem.full.at[slot])
 
     def prepare(makes: bool):
         """Starts the first copies of a warpgroup, and makes the row, if it does.
@@ -144,9 +150,10 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
         loaded = row.load(gmem) if makes else None
         others = lax.div(jnp.minimum(count, stages) - wg + (warpgroups - 1), jnp.int32(warpgroups))
         lax.fori_loop(1, others, lambda i, _: start(wg + i * warpgroups), None)
+        generations.skip(lambda: own_stages - jnp.maximum(others, 0))
         if makes:
             row.make(gmem, loaded, smem.row, grid_index() == 0)
-        plgpu.commit_smem()
+        generations.commit()
 
     if warpgroups == 1:
         prepare(True)
@@ -170,7 +177,7 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
         if gmem.ahead:
             pl.when(i == last)(lambda: bring(gmem.ahead, config.ctas))
         slot = lax.rem(i, jnp.int32(stages))
-        plgpu.barrier_wait(smem.full.at[slot])
+        generations.arrived(smem.full.at[slot], own_stages - 1)
         total = None
         for piece in range(pieces):
             v = load(piece_of_row(piece, i), layout.reduce(0))
@@ -183,8 +190,10 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
 
         @pl.when(i + stages < count)
         def _():
-            plgpu.commit_smem()  # a barrier: every thread of the warpgroup has read the tile
+            generations.commit()  # a barrier: every thread of the warpgroup has read the tile
             start(i + stages)
+
+        generations.skip(lambda: i + stages >= count)
 
         return ()
 
@@ -296,7 +305,7 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, int
     weight = weight.reshape(F, D // columns, columns)  # one copy then brings a tile
     shape = (1 if row.blocks is None else row.blocks.count) * shape[0], shape[1]
     memory = _memory(config, shape, weight, F // config.rows)
-    assert smem_bytes(memory, REDUCTION_BYTES) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes"
+    assert smem_bytes(memory, REDUCTION_BYTES) <= room(), f"{config}: {smem_bytes(memory)} bytes"
     return launch(
         name,
         functools.partial(_body, row=row, config=config),

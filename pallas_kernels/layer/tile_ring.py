@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 
 
@@ -55,11 +56,12 @@ class Slots:
     def fill(self, first: Any, end: Any) -> None:
         """Starts as many copies from tile `first` on as there are slots, up to tile `end`."""
         lax.fori_loop(first, jnp.minimum(end, first + self.slots), lambda n, _: self.start(n), None)
+        generations.skip(lambda: jnp.maximum(first + self.slots - end, 0))
 
     def wait(self, n: Any) -> Any:
         """The slot of this warpgroup's tile n, when it is there."""
         slot = self._slot(n)
-        plgpu.barrier_wait(self.full.at[slot])
+        generations.arrived(self.full.at[slot], self.slots - 1)
         return self.tiles.at[slot]
 
     def follow(self, n: Any, last: Any) -> None:
@@ -67,8 +69,10 @@ class Slots:
 
         @pl.when(n + self.slots < last)
         def _():
-            plgpu.commit_smem()  # a barrier: every thread has read the tile
+            generations.commit()  # a barrier: every thread has read the tile
             self.start(n + self.slots)
+
+        generations.skip(lambda: n + self.slots >= last)
 
 
 class TileRing(Slots):

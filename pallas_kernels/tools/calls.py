@@ -345,7 +345,7 @@ CALLS: dict[str, Call] = {
     "second half of a row": call(
         partial(dense_stream, eps=1e-6),
         "bf16[1,1024] bf16[1,1024] f32[1024] bf16[7168,1024] bf16[3584,1024]",
-        Needs.TMA | Needs.LARGE,
+        Needs.MMA,
     ),
     "second half of a row, qwen3.5-4b": call(
         partial(dense_stream, eps=1e-6),

@@ -236,8 +236,8 @@ FAULTS = (
     ),
     Fault(
         "threads of the convolution of a token write channels that others still read",
-        "            if more:\n                generations.commit(interpreted)",
-        "            if False:\n                generations.commit(interpreted)",
+        "            if more:\n                generations.commit()",
+        "            if False:\n                generations.commit()",
         "tests/kernels/test_kernels_conv_update.py::"
         "test_channels_that_are_taken_twice_are_read_before_any_is_written",
     ),

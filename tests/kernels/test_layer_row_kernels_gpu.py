@@ -29,6 +29,7 @@ from gdn_jax.parts import (
     row_product,
 )
 from gdn_jax.shapes import Choice
+from pallas_kernels.tools.compiling import lowering_for
 
 pytestmark = pytest.mark.gpu
 
@@ -189,6 +190,27 @@ def test_row_of_heads_by_codes(H, F):
     args, want = row_kernels.heads_codes(H, 128, 1024, F, "silu")
     call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="silu"))
     close(want, call(*args), "y")
+
+
+@pytest.fixture
+def code_for_8_0():
+    """Kernels are lowered for compute capability 8.0; what was traced before has bulk copies."""
+    jax.clear_caches()
+    with lowering_for("8.0"):
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("code_for_8_0")
+@pytest.mark.parametrize("what", ["stream", "stream in float32", "heads", "swiglu", "ragged swiglu"])
+def test_code_for_8_0(what):
+    """Without bulk copies: copies by threads, which each warpgroup counts."""
+    if what == "heads":
+        test_row_of_heads()
+    elif "swiglu" in what:
+        test_a_stream_and_its_swiglu(1024, *((2736, 1) if what == "ragged swiglu" else (3584, 16)))
+    else:
+        test_row_of_a_stream(*((10368, "bfloat16") if what == "stream" else (128, "float32")))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -19,6 +19,9 @@ from gdn_jax.bench.rule import RuleBenchmark
 from gdn_jax.commands import cli
 from gdn_jax.layers import GatedDeltaNet
 from gdn_jax.losses import linear_softmax_cross_entropy
+from gdn_jax.models import LanguageModel, ModelConfig
+from gdn_jax.models.inference.program import for_decoding, for_inference
+from gdn_jax.parts import kernels as parts_kernels
 from gdn_jax.parts.kernels import usable
 from gdn_jax.parts.norms import add_norm
 from gdn_jax.parts.swiglu import swiglu
@@ -31,8 +34,10 @@ from pallas_kernels.layer import (
     attention_rows,
     cross_entropy,
     dense_stages,
+    dense_stream,
     expert_gradient,
     expert_product,
+    row_product,
     short_conv,
 )
 from pallas_kernels.layer.rows import num_ctas
@@ -176,20 +181,50 @@ def test_without_wgmma(monkeypatch):
 
 
 def test_without_much_shared_memory(monkeypatch):
-    """On 12.0 kernels of layers and of single tokens that fit into 99 KB; below 9.0 those of a server's token."""
+    """Kernels of layers, of single tokens and of a few drafts that fit into 99 KB run on 12.0 and below 9.0."""
     x, w = jnp.ones((4096, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
     (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
     head = dict(A_log=jnp.zeros(2), dt_bias=jnp.zeros(2), read_slots=jnp.arange(2))
     verified = {name: x for name, x in head.items() if name != "read_slots"}
     verified |= dict(state_slots=jnp.arange(8).reshape(2, 4) % 4, num_accepted_tokens=jnp.ones(2, jnp.int32))
     drafts = [y[:, :4] for y in (*tokens()[:3], *[tokens()[3]] * 2)]
-    for capability, one in (("12.0", 1), ("8.9", 0)):
+    many = [jnp.repeat(x, 20, 1) for x in drafts]
+    for capability in ("12.0", "8.9"):
         pretend(monkeypatch, capability)
         assert not usable(None)
-        assert kernels_of(partial(add_norm, weight=None, eps=1e-6), x, x) == one
-        assert kernels_of(swiglu, x, w, w, w) == one
+        assert kernels_of(partial(add_norm, weight=None, eps=1e-6), x, x) == 1
+        assert kernels_of(swiglu, x, w, w, w) == 1
         assert kernels_of(partial(serving.decode, **head), q, k, v, gate, gate, pool) == 1
-        assert not kernels_of(partial(serving.verify, **verified), *drafts, pool)
+        assert kernels_of(partial(serving.verify, **verified), *drafts, pool) == 1
+        verified_many = verified | dict(state_slots=jnp.arange(160).reshape(2, 80))
+        assert not kernels_of(partial(serving.verify, **verified_many), *many, pool)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9"])
+def test_rows_without_bulk_copies(capability, monkeypatch):
+    """Projections and SwiGLU of a token of one row, in shapes that fit; a copy for decoding has its kernels."""
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, core_count=128)
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    monkeypatch.setattr(jax, "local_devices", lambda *_: [gpu])
+    monkeypatch.setattr(parts_kernels, "expected_shards", lambda _: None)  # the tests have eight devices
+    x, w = (partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    with lowering_for(capability):
+        assert dense_stream.check_supported(x((1, 1024)), w((7168, 1024)), w((3584, 1024)), 128) is None
+        reason = dense_stream.check_supported(x((1, 2560)), w((18432, 2560)), w((9216, 2560)), 128)
+        assert "below compute capability 9.0" in str(reason)
+        assert row_product.Stream.check_supported(x((1, 2048)), w((8, 2048))) is None
+        assert (row_product.check_supported(x((8, 8192))) is None) == (capability == "8.0")
+        sizes = dict(vocab_size=64, hidden_size=512, num_layers=1, num_heads=4, head_dim=64)
+        config = ModelConfig(**sizes, dtype="bfloat16")
+
+        def token(tokens):
+            model = for_decoding(for_inference(LanguageModel(config, rngs=nnx.Rngs(0))), 1)
+            return model(tokens, cache=model.init_cache(1))[0]
+
+        text = str(jax.make_jaxpr(token)(jnp.zeros((1, 1), jnp.int32)))
+        for kernel in ("conv_update", "decode_step", "heads_product", "dense_stream"):
+            assert kernel in text
+        assert "delta_layer" not in text
 
 
 @pytest.mark.slow
@@ -229,7 +264,7 @@ def test_public_call_lowers(capability, monkeypatch):
 
 @pytest.mark.slow
 def test_layers_and_serving(rtx_4090):
-    """The rule by mma.sync, both passes and prompts, single tokens by their kernel, and all else in plain JAX."""
+    """The rule by mma.sync, both passes and prompts; the convolution and single tokens by their kernels."""
     graphdef, parameters = nnx.split(
         GatedDeltaNet(128, num_heads=2, head_dim=64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     )
@@ -237,7 +272,7 @@ def test_layers_and_serving(rtx_4090):
     def loss(parameters, x):
         return nnx.merge(graphdef, parameters)(x)[0].astype(jnp.float32).sum()
 
-    assert kernels_of(jax.grad(loss), parameters, jnp.ones((2, 64, 128), jnp.bfloat16)) == 5
+    assert kernels_of(jax.grad(loss), parameters, jnp.ones((2, 64, 128), jnp.bfloat16)) == 7
     (q, k, v, gate, _), pool = (y[:, 0] for y in tokens()), jnp.zeros((4, 2, 64, 64))
     borders, slots = np.array([0, 20, 64]), np.arange(2)
     prompts = [y[:1] for y in tokens()]
@@ -264,8 +299,7 @@ def test_benchmarks_time_what_runs(rtx_4090, monkeypatch, capsys):
 def test_training_says_why(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     pretend(monkeypatch, "8.9")
-    told = f"note: the rule by the kernels of mosaic_mma, all else in plain JAX: {REASON.format('8.9')}"
-    assert kernels.note() == told
+    assert "single tokens by kernels that fit" in str(kernels.note())
     pretend(monkeypatch, "7.5")
     assert kernels.note() == f"note: plain JAX, without kernels: {REASON.format('7.5')}"
     pretend(monkeypatch, "12.0")

@@ -25,7 +25,7 @@ from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.lora import merge_lora
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parallel.head_shards import splits_heads
-from gdn_jax.parts.kernels import usable
+from gdn_jax.parts.kernels import SMALL, usable
 from gdn_jax.parts.products import PLAIN
 
 
@@ -98,7 +98,7 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
       model: of `for_inference`; may be traced.
       rows: that have a token in every call.
     """
-    if not usable(model.config.implementation):
+    if not usable(model.config.implementation, SMALL):
         return model
     model, table = nnx.clone(model), ON_MESH if splits_heads() else ROWS
     for block in model.blocks:
