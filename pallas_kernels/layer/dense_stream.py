@@ -91,8 +91,9 @@ def check_supported(
     sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
-    if sizes.chunks > 1 and not generations.has_bulk_copies():
-        return f"rows of {D}; below compute capability 9.0 the kernel takes up to {PIECES * WIDEST}"
+    if not generations.has_bulk_copies() and (sizes.chunks > 1 or down.dtype.itemsize < 2):
+        taken = f"up to {PIECES * WIDEST} numbers of 16 bits"
+        return f"rows of {D} in {down.dtype}; below compute capability 9.0 the kernel takes {taken}"
     if not ROWS <= sizes.own <= LONGEST:
         of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * LONGEST}"
         return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"

@@ -92,6 +92,8 @@ def check_supported(
     """Why the kernels cannot take a matrix [F, D]; None if they can. `Row`s refuse for themselves."""
     F, D = weight.shape
     if scales is not None:
+        if 16 * D + 4096 > room():  # a tile and two rows
+            return f"rows of {D} codes; the kernel takes {(room() - 4096) // 16}"
         if weight.dtype != jnp.float8_e4m3fn:
             return f"the weight is {weight.dtype}; the kernel takes scales of float8_e4m3fn"
         if not generations.has_bulk_copies():
