@@ -371,6 +371,7 @@ CALLS: dict[str, Call] = {
     "row of a stream, qwen3.5-4b, 8 bits": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
         "f32[1,2560] bf16[1,2560] f32[2560] f8[12288,2560] f32[96,2560]",
+        Needs.TMA,
     ),
     "row of a stream, qwen3.6-27b, 8 bits": call(
         partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
