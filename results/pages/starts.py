@@ -59,7 +59,7 @@ def erase_and_write_high(r: Numbers, path: Path) -> None:
 def room(r: Numbers, path: Path) -> None:
     """The usual gate and one with more room, from two starts."""
     gates = {"delta_net": "usual gate", "more_room": "more room"}
-    title = "A weak start helps, more room in the gate does not"
+    title = "A weak start helps; more room in the gate shows no gain"
     _by_start(r, path, "recall/room", gates, title, "DeltaNet")
 
 
