@@ -229,7 +229,7 @@ def hybrid(r: Numbers, path: Path) -> None:
         label=f"{r.about('text/100m').label} more than Gated DeltaNet",
         percent=False,
         title="The hybrid predicts better; its form without attention shows no gain",
-        caption="Attention in every fourth layer, in every layer without positions, or in none of the hybrid's form. Below "
+        caption="Attention in every fourth layer, in every layer but without positions, or in no layer of the hybrid's form. Below "
         f"zero is better than Gated DeltaNet with the same seed. {ONE_SEED}",
     )
 
