@@ -93,7 +93,7 @@ class Stream:
     first: int = 0
     """Number of the channel that x begins with; without y the stream may be some channels of an array."""
     blocks: Blocks | None = None
-    """Of a matrix of codes."""
+    """A matrix of codes has them; None: the matrix is whole numbers."""
 
     @staticmethod
     def check_supported(
@@ -135,7 +135,7 @@ class Heads:
     eps: float
     activation: str
     blocks: Blocks | None = None
-    """Of a matrix of codes."""
+    """A matrix of codes has them; None: the matrix is whole numbers."""
 
     @staticmethod
     def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:

@@ -290,6 +290,12 @@ FAULTS = (
         "tests/kernels/test_dense_stream_eight_bits.py::test_codes_and_their_scales",
     ),
     Fault(
+        "rows of a CTA in a second block of codes have the scales of the first",
+        "return lax.div(row, jnp.int32(BLOCK)) - lax.div(grid_index() * self.rows, jnp.int32(BLOCK))",
+        "return 0 * row",
+        "tests/kernels/test_dense_stream_eight_bits.py::test_products_of_a_stream_by_codes",
+    ),
+    Fault(
         "columns of the second block of a piece have the scale of the first",
         "jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line + 1])",
         "jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line])",
