@@ -48,17 +48,14 @@ class ChannelGradients(NamedTuple):
     """M dbeta."""
 
 
-def _tokens(own: Any, at: Any, masks: Masks) -> Tokens:
+def _tokens(own: Any, at: Any) -> Tokens:
     """The tokens of a step. They are loaded anew for every use, for they would take registers in between."""
     q, k = (own.load(name, at).astype(jnp.float32) for name in ("q", "k"))
-    if masks.halves:
-        k = jnp.where(masks.bits[0], k, own.load("e", at).astype(jnp.float32))
-        return Tokens(jnp.where(masks.bits[0], q, 0.0), k, k)
     return Tokens(q, k, own.load("e", at).astype(jnp.float32) if own.erases else k)
 
 
 def _gates(own: Any, at: Any) -> jax.Array:
-    """log2 of the decays of a step, whatever they are in rows that do not decay."""
+    """log2 of the decays of a step."""
     return jnp.maximum(own.load("g", at) * LOG2_E, RESET_G2)
 
 
@@ -71,19 +68,14 @@ def levels_of_step(own: Any, at: Any, masks: Masks) -> tuple[Sums, jax.Array, ja
     smem, dev, scores, gates = own.smem, own.dev, own.scores(at.wg), own.smem.gates.at[at.wg]
     sums, decays = Sums(*[zeros((CHUNK, WIDTH), jnp.float32)] * 4), None
     alpha, totals = jnp.exp2(_gates(own, at)), smem.totals.at[at.wg]
-    if masks.halves:
-        alpha = jnp.where(masks.bits[0], 1.0, alpha)
     for n in range(4):
         later = masks.bits[n]
-        factor, decays = Decays.merged(masks, decays, alpha, n)
-        operands = _tokens(own, at, masks).operands(factor, later)
+        factor, decays = Decays.merged(dev, decays, alpha, later, n)
+        operands = _tokens(own, at).operands(factor, later)
         products = products_within(dev, masks, n, scores, operands)
         sums, w = sums.with_level(factor, later, operands, products)
-        decays_here = n > 0 or not masks.halves
-        dg = add_gates(dev, sums.dg, w, gates.at[n]) if decays_here else sums.dg
-        sums = _of_halves(masks, sums._replace(dg=dg))
-        if decays_here:
-            sums, decays = masks.computed(sums, decays)
+        dg = add_gates(dev, sums.dg, w, gates.at[n])
+        sums, decays = lax.optimization_barrier((sums._replace(dg=dg), decays))
     assert decays is not None
     first, rest = (smem.decays.at[at.wg, n] for n in range(2))
     block_rows.store_first_rows(dev, first, decays.first)
@@ -93,23 +85,18 @@ def levels_of_step(own: Any, at: Any, masks: Masks) -> tuple[Sums, jax.Array, ja
     inside = [jnp.where(masks.bits[4 + n], decays.from_first, decays.to_end) for n in range(2)]
     factors = inside[0] * between.near, inside[1] * between.far
     ends = decays.from_first * decays.first * between.before, decays.to_end * between.after
-    _, (factors, ends) = masks.computed((), (factors, ends))
+    factors, ends = lax.optimization_barrier((factors, ends))
     for n, factor in enumerate(factors):
         later = masks.bits[4 + n]
-        operands = _tokens(own, at, masks).operands(factor, later)
+        operands = _tokens(own, at).operands(factor, later)
         products = products_between(dev, smem.operands.at[at.wg], n == 1, scores, operands)
         sums, w = sums.with_level(factor, later, operands, products)
         dg = add_gates(dev, sums.dg, w, gates.at[4 + n], totals.at[n])
-        sums = lax.optimization_barrier(_of_halves(masks, sums._replace(dg=dg)))
+        sums = lax.optimization_barrier(sums._replace(dg=dg))
     return sums, *ends
 
 
-def _of_halves(masks: Masks, sums: Sums) -> Sums:
-    """The sums without those of queries that first halves lack, which then are not computed."""
-    return sums._replace(dq=jnp.where(masks.bits[0], sums.dq, 0.0)) if masks.halves else sums
-
-
-def gradients_of_step(own: Any, at: Any, masks: Masks, sums: Sums, ends, products, gl, diagonal, written):
+def gradients_of_step(own: Any, at: Any, sums: Sums, ends, products, gl, diagonal, written):
     """dq, dk, de and dg of a step by name, and its parts of k . late and k . dk added to `written`.
 
     Args:
@@ -120,10 +107,9 @@ def gradients_of_step(own: Any, at: Any, masks: Masks, sums: Sums, ends, product
     """
     dev, dtype, (from_start, to_end), (read_q, read_e, late, inner) = own.dev, own.dtype, ends, products
     read_q, read_e = own.sizes.scale * from_start * read_q, -from_start * read_e
-    late, (q, k, e), diagonal = to_end * late, _tokens(own, at, masks), along_rows(diagonal, WIDTH)
+    late, (q, k, e), diagonal = to_end * late, _tokens(own, at), along_rows(diagonal, WIDTH)
     terms = q * read_q + e * read_e, k * late, inner
     dq, dk, de = sums.dq + read_q + diagonal * k, sums.dk + late + diagonal * q, sums.de + read_e
-    dq = _of_halves(masks, sums._replace(dq=dq)).dq
     written = [
         x + y[:, 0:LANES] + y[:, LANES:WIDTH] for x, y in zip(written, (terms[1], k * dk), strict=True)
     ]
@@ -135,6 +121,4 @@ def gradients_of_step(own: Any, at: Any, masks: Masks, sums: Sums, ends, product
         dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n], parts=2 if n == 3 else 1)
     dev.commit()
     dg = jnp.where(_gates(own, at) > RESET_G2, dg + gates_of_blocks(totals, gl), 0.0)
-    if masks.halves:
-        dg = jnp.where(masks.bits[0], 0.0, dg)
     return dict(q=dq, k=dk, e=de, g=dg), written

@@ -29,7 +29,6 @@ from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.launch import num_sms, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
-from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import store_owned
 from pallas_kernels.work.workers import Place, Worker, owned
 
@@ -53,31 +52,17 @@ class Config:
         raise AssertionError("V > 256")
 
 
-OF_TOKENS = {"q": halves.SECOND, "k": halves.SECOND, "e": halves.FIRST, "g": halves.FIRST}
-"""Tiles of the inputs of a step, and the half that has them where tokens are two rows."""
-
-
-def memory(
-    config: Config,
-    K: int,
-    V: int,
-    dtype,
-    *,
-    erases: bool,
-    packed: bool = False,
-    of_halves: bool = False,
-    copies: int = 1,
-) -> Memory:
-    """Shared memory of a CTA: 109 KB a warpgroup at K = V = 128. A tile of inputs comes by some copies."""
+def memory(config: Config, K: int, V: int, dtype, *, erases: bool, packed: bool = False) -> Memory:
+    """Shared memory of a CTA: 109 KB a warpgroup at K = V = 128."""
     n, stages = config.warpgroups, config.stages
-    tokens = Buffer((n, stages, CHUNK, WIDTH), dtype, swizzle=32, also_halves=of_halves)
+    tokens = Buffer((n, stages, CHUNK, WIDTH), dtype, swizzle=32)
     return {
         "x": Buffer((n, 3, CHUNK, V), dtype, swizzle=32),  # do, dv and u of an item
         "h": Buffer((n, 2, V, WIDTH), dtype, swizzle=32),  # h and dh of a step
         "q": tokens,
         "k": tokens,
         "e": tokens if erases else None,
-        "g": Buffer((n, stages, CHUNK, WIDTH), swizzle=64, also_halves=of_halves),
+        "g": Buffer((n, stages, CHUNK, WIDTH), swizzle=64),
         "gl": Buffer((n, K)),
         "squares": Buffer((n, 2, 2, CHUNK, BLOCK), dtype, swizzle=32),  # of both scores `within` and `near`
         "far": Buffer((n, 2, CHUNK, HALF), dtype, swizzle=64),
@@ -90,7 +75,7 @@ def memory(
         "totals": Buffer((n, TOTALS, block_rows.BLOCKS, WIDTH)),
         "loaded_x": Barriers(arrivals=4, count=n),
         "loaded_h": Barriers(arrivals=2, count=n),
-        "loaded": Barriers(arrivals=(3 + erases) * copies, count=n * stages),
+        "loaded": Barriers(arrivals=3 + erases, count=n * stages),
     }
 
 
@@ -99,12 +84,10 @@ class Sizes(NamedTuple):
 
     Hq: int
     Hk: int
-    He: int
     HO: int
     K: int
     V: int
     scale: float
-    halves: bool
 
     @property
     def steps(self) -> int:
@@ -125,11 +108,10 @@ class Warpgroup(Worker):
     """One of the independent warpgroups."""
 
     def __init__(self, gmem: Any, smem: Any, *, config: Config, sizes: Sizes, **static):
-        self.rows = halves.apart(smem, OF_TOKENS) if sizes.halves else {}
         super().__init__(gmem, smem, config=config, **static)
         self.sizes, self.stages = sizes, config.stages
         self.dtype = gmem.k.dtype
-        self.erases = gmem.e is not None and not sizes.halves
+        self.erases = gmem.e is not None
 
     def at(self, step, place: Place) -> "At":
         """A step of an item. The number of this warpgroup is asked for anew in every step: addresses that are made of
@@ -152,19 +134,9 @@ class Warpgroup(Worker):
         return x if span is None else jnp.where(owned(span, 0, (CHUNK, WIDTH)), x, jnp.zeros((), x.dtype))
 
     def store(self, name: str, at: "At", x: jax.Array, target: Any) -> None:
-        """Starts the copy of a gradient [C, WIDTH] to its tokens, through the tile of an input.
-
-        target: one array, or where tokens are two rows the arrays of the halves that have it.
-        """
+        """Starts the copy of a gradient [C, WIDTH] to its tokens, through the tile of an input."""
         tile, place, smem = self.tile(name, at), at.place, self.smem
         channels = pl.ds(lax.rem(at.step, self.sizes.steps) * WIDTH, WIDTH)
-        if self.sizes.halves:
-            tile[...] = x.astype(tile.dtype)
-            plgpu.commit_smem()
-            rows = [y.at[at.wg, at.stage] for y in self.rows[name]]
-            for half, of_half in target.items():
-                halves.store(self.dev, rows, of_half, place.visit, place.head, channels, half)
-            return None
 
         def destination(tokens):
             return target.at[place.row, tokens, place.head, channels]
@@ -178,11 +150,8 @@ class Warpgroup(Worker):
         store_owned(place.span, place.span.first_chunk, x, (tile, tile), (flat, flat), destination)
 
     def gradients(self) -> list[tuple[str, Any]]:
-        """Inputs whose tiles gradients leave through, and where these go, as `store` takes it."""
+        """Inputs whose tiles gradients leave through, and where these go."""
         gmem = self.gmem
-        if self.sizes.halves:
-            dk = {halves.SECOND: gmem.dk, halves.FIRST: gmem.de}
-            return [("q", {halves.SECOND: gmem.dq}), ("k", dk), ("g", {halves.FIRST: gmem.dg})]
         pairs = (("q", gmem.dq), ("k", gmem.dk), ("e", gmem.de), ("g", gmem.dg))
         return [(name, target) for name, target in pairs if target is not None]
 
@@ -216,15 +185,9 @@ def load_inputs(own: Warpgroup, step) -> None:
     at = own.at(step, own.place(lax.div(step, sizes.steps)))
     place, loaded = at.place, smem.loaded.at[at.wg * own.stages + at.stage]
     channels = pl.ds(lax.rem(step, sizes.steps) * WIDTH, WIDTH)
-    for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.He), ("g", sizes.HO)):
+    for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.HO), ("g", sizes.HO)):
         source = getattr(gmem, name)
-        if sizes.halves:
-            head, tile = (
-                lax.div(place.head, sizes.HO // heads),
-                [x.at[at.wg, at.stage] for x in own.rows[name]],
-            )
-            halves.load(own.dev, source, place.visit, head, channels, tile, OF_TOKENS[name], loaded)
-        elif source is not None:
+        if source is not None:
             head = lax.div(place.head, sizes.HO // heads)
             source = source.at[place.row, place.tokens, head, channels]
             plgpu.copy_gmem_to_smem(source, own.tile(name, at), loaded)

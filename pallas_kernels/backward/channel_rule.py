@@ -32,7 +32,6 @@ from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.work import halves
 from pallas_kernels.work.split import work_of
 from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
 
@@ -146,15 +145,11 @@ def _run(
     dims, f32 = static.dims, jnp.float32
     B, T, N, HO, K, V = dims.B, dims.T, dims.N, dims.HO, dims.K, dims.V
     T8, K64, V64 = round_up(T, 8), round_up(K, GRANULE), round_up(V, GRANULE)
-    if x.of_halves:
-        T8 = T // 2
     g = x.g.astype(f32)
     if x.segment_ids is not None:
         g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)
     q, k, e, g = (None if y is None else pad(y, (B, T8, y.shape[2], K64)) for y in (x.q, x.k, x.e, g))
     v, do = (pad(y.astype(x.v.dtype), (B, T8, y.shape[2], V64)) for y in (x.v, cotangents.do))
-    if x.of_halves:
-        v, do = halves.rows(v), halves.rows(do)
     assert q is not None and k is not None and g is not None
     widths = (K64, V64) if static.kv_layout else (V64, K64)
     h_0, dh_T = (
@@ -185,7 +180,6 @@ def _run(
         walked.h,
         walked.dh,
         visits,
-        of_halves=x.of_halves,
         scale=static.scale,
         config=static.gradients,
         interpret=static.interpret,
@@ -200,8 +194,8 @@ def _run(
     return ChannelCotangents(
         sum_heads(sums.dq, dims.Hq)[:, :T, :, :K],
         sum_heads(sums.dk, dims.Hk)[:, :T, :, :K],
-        None if x.e is None or sums.de is None else sum_heads(sums.de, x.e.shape[2])[:, :T, :, :K],
-        sum_heads(halves.second(walked.dv) if x.of_halves else walked.dv, x.v.shape[2])[:, :T, :, :V],
+        None if sums.de is None else sums.de[:, :T, :, :K],
+        sum_heads(walked.dv, x.v.shape[2])[:, :T, :, :V],
         sums.dg[:, :T, :, :K].astype(x.g.dtype),
         dbeta,
         dh_0,

@@ -20,10 +20,6 @@ times one number. No number depends on a gate of a later token. gl is 2 to a sum
 Levels of 1 to 8 tokens are warp-level mma on the diagonal 16x16 blocks, whose fragments are operands as they lie. For
 levels of 16 and 32 the columns go through shared memory, and the decays of whole blocks with them.
 
-Tokens that are two rows (`work.halves`): e [B, T, He, K] are the keys of first halves, which decay; k and q those of
-second ones, which do not. Level 0 has no decay, and the other levels have one factor for both rows of a token: no
-number but the products is computed twice. Rows of q are 0 in first halves.
-
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], e [B, T, HO, K] (optional), g [B, T, HO, K] float32, beta [B, HO,
 NT C] float32, tables of visits int32 (packed rows).
 Outputs (GMEM): t, p [visits, HO, C, C], kg, qg, kr [visits, HO, C, K] in k's dtype, gl [visits, HO, K] float32. What
@@ -70,7 +66,6 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     transposed,
 )
-from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.spans import Span
 from pallas_kernels.work.tables import VisitTables, table_inputs
@@ -94,21 +89,15 @@ class Config:
         raise AssertionError("K > 256")
 
 
-_OF_TOKENS = {"q": halves.SECOND, "k": halves.SECOND, "e": halves.FIRST, "g": halves.FIRST}
-"""Tiles of tokens, and the half that has them where tokens are two rows."""
-
-
-def _memory(
-    config: Config, K: int, dtype, *, erases: bool, of_halves: bool = False, copies: int = 1
-) -> Memory:
-    """Shared memory of a CTA. A tile of tokens lies in slices of channels, each of which comes by some copies."""
+def _memory(config: Config, K: int, dtype, *, erases: bool) -> Memory:
+    """Shared memory of a CTA. A tile of tokens lies in slices of channels."""
     n, slices = config.warpgroups, K // SLICE
-    tokens = Buffer((n, slices, CHUNK, SLICE), dtype, swizzle=64, also_halves=of_halves)
+    tokens = Buffer((n, slices, CHUNK, SLICE), dtype, swizzle=64)
     return {
         "q": tokens,
         "k": tokens,
         "e": tokens,
-        "g": Buffer((n, slices, CHUNK, SLICE), swizzle=128, also_halves=of_halves),
+        "g": Buffer((n, slices, CHUNK, SLICE), swizzle=128),
         "beta": Buffer((n, CHUNK)),
         "gl": Buffer((n, slices, SLICE)),
         "blocks": Buffer((n, 3, block_rows.BLOCKS, SLICE)),
@@ -116,7 +105,7 @@ def _memory(
         "far": Buffer((n, CHUNK, HALF), jnp.float16, swizzle=64),
         "x_t": Buffer((n, CHUNK + BLOCK, BLOCK), jnp.float16, swizzle=32),
         "out": Buffer((n, 4, CHUNK, HALF), dtype, swizzle=64),
-        "loaded": Barriers(arrivals=(3 + erases) * copies * slices + 1, count=n),
+        "loaded": Barriers(arrivals=(3 + erases) * slices + 1, count=n),
     }
 
 
@@ -125,12 +114,10 @@ class _Sizes(NamedTuple):
 
     Hq: int
     Hk: int
-    He: int
     HO: int
     K: int
     scale: float
     normalize: bool
-    halves: bool
 
     @property
     def slices(self) -> int:
@@ -142,29 +129,23 @@ class _Warpgroup(Worker):
     """One of the independent warpgroups."""
 
     def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, **static):
-        self.rows = halves.apart(smem, _OF_TOKENS) if sizes.halves else {}
         super().__init__(gmem, smem, **static)
         self.sizes = sizes
-        self.erases = gmem.e is not None and not sizes.halves
 
 
 def _load(own: _Warpgroup, n) -> None:
     """Starts the copies of the n-th item."""
     gmem, smem, sizes, wg = own.gmem, own.smem, own.sizes, own.wg
-    visit, head, row, tokens, _ = own.place(n)
+    _, head, row, tokens, _ = own.place(n)
     loaded = smem.loaded.at[wg]
     for j in range(sizes.slices):
         channels = pl.ds(j * SLICE, SLICE)
-        for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.He), ("g", sizes.HO)):
-            source, of_head = getattr(gmem, name), head
-            if source is not None and name != "g":
+        for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.HO)):
+            source, tile = getattr(gmem, name), getattr(smem, name)
+            if source is not None:
                 of_head = lax.div(head, sizes.HO // heads)
-            if sizes.halves:
-                tile, half = [x.at[wg, j] for x in own.rows[name]], _OF_TOKENS[name]
-                halves.load(own.dev, source, visit, of_head, channels, tile, half, loaded)
-            elif source is not None:
-                tile = getattr(smem, name).at[wg, j]
-                plgpu.copy_gmem_to_smem(source.at[row, tokens, of_head, channels], tile, loaded)
+                plgpu.copy_gmem_to_smem(source.at[row, tokens, of_head, channels], tile.at[wg, j], loaded)
+        plgpu.copy_gmem_to_smem(gmem.g.at[row, tokens, head, channels], smem.g.at[wg, j], loaded)
     plgpu.copy_gmem_to_smem(gmem.beta.at[row, head, tokens], smem.beta.at[wg], loaded)
 
 
@@ -183,7 +164,7 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     """One slice of channels: its part of all sums of products, and what it leaves of kg, qg, kr and gl."""
     smem, dev, wg = own.smem, own.dev, own.wg
     erased, read, same = carry
-    erases, second = own.erases, masks.bits[0]
+    erases = own.gmem.e is not None
 
     def load(tile, factors=None):
         x = plgpu.load(tile.at[wg, j], layout=WGMMA).astype(jnp.float32)
@@ -192,14 +173,9 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
         return x if factors is None else x * along_rows(factors, SLICE)
 
     g2 = jnp.maximum(load(smem.g) * LOG2_E, RESET_G2)
-    if masks.halves:
-        g2 = jnp.where(second, 0.0, g2)
 
     def tokens():
         """Queries, keys and erase keys. They are loaded twice, for they would take registers in between."""
-        if masks.halves:
-            k = jnp.where(second, load(smem.k), load(smem.e))
-            return jnp.where(second, load(smem.q), 0.0), k, k
         k = load(smem.k, rstd[1])
         return load(smem.q, rstd[0]), k, load(smem.e) if erases else k
 
@@ -207,19 +183,16 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     q_half, k_half = q.astype(jnp.float16), k.astype(jnp.float16)
     e_half = e.astype(jnp.float16) if erases else k_half
     same = same + jnp.sum(q * k, axis=1)
-    block_rows.store_row_sums(dev, smem.blocks.at[wg, 2], g2, masks.halves)
+    block_rows.store_row_sums(dev, smem.blocks.at[wg, 2], g2)
 
-    alpha = jnp.exp2(g2)
-    if masks.halves:
-        alpha = jnp.where(second, 1.0, alpha)
-    operands = Halves(e_half, q_half, k_half)
-    erased, read, decays = products_within(dev, masks, operands, alpha, erased, read)
+    halves = Halves(e_half, q_half, k_half)
+    erased, read, decays = products_within(dev, masks, halves, jnp.exp2(g2), erased, read)
     block_rows.store_first_rows(dev, smem.blocks.at[wg, 0], decays.first)
     block_rows.store_first_rows(dev, smem.blocks.at[wg, 1], decays.rest)
     plgpu.commit_smem()
     between = block_rows.block_decays(dev, smem.blocks.at[wg, 0], smem.blocks.at[wg, 1], SLICE)
-    near = operands.scaled(jnp.where(masks.bits[4], decays.from_first, decays.to_end) * between.near)
-    far = operands.scaled(jnp.where(masks.bits[5], decays.from_first, decays.to_end) * between.far)
+    near = halves.scaled(jnp.where(masks.bits[4], decays.from_first, decays.to_end) * between.near)
+    far = halves.scaled(jnp.where(masks.bits[5], decays.from_first, decays.to_end) * between.far)
     erased, read = _between_blocks(own, erased, read, near, far)
 
     from_start, to_end = decays.from_first * decays.first * between.before, decays.to_end * between.after
@@ -257,9 +230,10 @@ def _matrices(own: _Warpgroup, masks: Masks, erased: Sums, read: Sums, same) -> 
     smem, wg, sizes = own.smem, own.wg, own.sizes
     beta = plgpu.load(smem.beta.at[wg], layout=COL)
     strengths = along_columns(beta, CHUNK)
-    parts = tuple(-x for x in erased.strictly_lower(masks))
-    tiles = smem.near.at[wg], smem.far.at[wg], smem.x_t.at[wg]
-    t = invert(own.dev, parts, None, beta, *tiles, level=masks.level if masks.halves else None)
+    parts = erased.strictly_lower(masks)
+    t = invert(
+        own.dev, tuple(-x for x in parts), None, beta, smem.near.at[wg], smem.far.at[wg], smem.x_t.at[wg]
+    )
 
     p = read.lower(masks, same)
     p = p[0] * strengths[:, 0:HALF], p[1] * strengths[:, HALF:CHUNK]
@@ -290,7 +264,7 @@ def _item(own: _Warpgroup, n, _):
     rstd = (None, None)
     if sizes.normalize:
         rstd = _reciprocal_norms(own, smem.q), _reciprocal_norms(own, smem.k)
-    masks = Masks(own.dev, halves=sizes.halves)
+    masks = Masks(own.dev)
     start = Sums.of_nothing(), Sums.of_nothing(), plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROW)
     step = functools.partial(_slice, own, span, rstd, masks)
     erased, read, same = lax.fori_loop(0, sizes.slices, step, start)
@@ -325,9 +299,8 @@ def channel_pairs(
     k: Float[Array, "B T Hk K"],
     g: Float[Array, "B T HO K"],
     beta: Float[Array, "B HO T64"],
-    e: Float[Array, "B T He K"] | None = None,
+    e: Float[Array, "B T HO K"] | None = None,
     *,
-    of_halves: bool = False,
     scale: float = 1.0,
     normalize: bool = False,
     visits: VisitTables | None = None,
@@ -340,27 +313,18 @@ def channel_pairs(
       q, k, e: bfloat16 or float16; K a multiple of 64, T a multiple of 8. e: erase keys, None for k.
       g: log decays, natural logarithm, float32, <= 0, -inf for a reset.
       beta: write strengths, head-major, float32, T rounded up to chunks.
-      of_halves: whether tokens are two rows, of which e and g are the first ones' and q and k the second ones'; beta
-        has both. T is then a multiple of 32, e has as many heads as it wants, and there are no visits.
       scale: factor of the output.
       normalize: whether q and k are divided by their norms; not together with e.
       visits: of packed rows.
     """
-    (B, T, Hk, K), HO, He = k.shape, g.shape[2], g.shape[2] if e is None else e.shape[2]
-    if of_halves:
-        T = 2 * T
+    (B, T, Hk, K), HO = k.shape, g.shape[2]
     if normalize and e is not None:
         raise ValueError("normalize: expected False where erase keys are given, got True")
     num_chunks = -(-T // CHUNK)
     N = B if visits is None else visits.cu_seqlens.shape[0] - 1
     count = B * num_chunks if visits is None else visits.chunk.shape[0]
     config = config or Config.default(K, e is not None)
-    copies = halves.copies(interpret) if of_halves else 1
-    sizes = _Sizes(q.shape[2], Hk, He, HO, K, float(scale), normalize, of_halves)
-    work = VisitSizes(HO, N, num_chunks, count)
-    if of_halves:
-        assert e is not None
-        q, k, e, g = (halves.grouped(y) for y in (q, k, e, g))
+    sizes, work = _Sizes(q.shape[2], Hk, HO, K, float(scale), normalize), VisitSizes(HO, N, num_chunks, count)
     S = jax.ShapeDtypeStruct
     square, tokens = S((count, HO, CHUNK, CHUNK), k.dtype), S((count, HO, CHUNK, K), k.dtype)
     tables = table_inputs(None, visits)
@@ -376,7 +340,7 @@ def channel_pairs(
             "kr": tokens,
             "gl": S((count, HO, K), jnp.float32),
         },
-        memory=_memory(config, K, k.dtype, erases=e is not None, of_halves=of_halves, copies=copies),
+        memory=_memory(config, K, k.dtype, erases=e is not None),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         interpret=interpret,

@@ -36,9 +36,6 @@ class Buffer(NamedTuple):
     """Bytes over which rows are swizzled, for operands of wgmma; None for a plain array."""
     also_flat: bool = False
     """Whether the same bytes can be used as a plain array too: the reference is then a pair (swizzled, plain)."""
-    also_halves: bool = False
-    """The same for rows [.., 4, 2, 8, columns] in place of [.., 64, columns], as swizzled; see `work.halves`. A row
-    has `swizzle` bytes."""
 
     @property
     def bytes(self) -> int:
@@ -49,12 +46,6 @@ class Buffer(NamedTuple):
         """The buffer in Pallas' terms."""
         transforms = () if self.swizzle is None else tiling(self.swizzle, jnp.dtype(self.dtype).itemsize)
         tile = plgpu.SMEM(self.shape, self.dtype, transforms=transforms)
-        if self.also_halves:
-            assert self.swizzle is not None
-            assert self.swizzle == self.shape[-1] * jnp.dtype(self.dtype).itemsize
-            rows = *self.shape[:-2], self.shape[-2] // 16, 2, 8, self.shape[-1]
-            swizzled = (plgpu.SwizzleTransform(self.swizzle),)
-            return plgpu.RefUnion(tile, plgpu.SMEM(rows, self.dtype, transforms=swizzled))
         return plgpu.RefUnion(tile, plgpu.SMEM(self.shape, self.dtype)) if self.also_flat else tile
 
 

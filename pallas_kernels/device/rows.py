@@ -30,42 +30,11 @@ def exchanged(dev: Device, x: jax.Array, distance: int) -> jax.Array:
     return _exchanged(x.shape, distance)(x)
 
 
-def exchanged_tokens(dev: Device, x: jax.Array, distance: int) -> jax.Array:
-    """Row i ^ distance of the first eight rows of every block in the place of row i and of row i + 8, float32;
-    distance is 1, 2 or 4. A thread's two rows are then one number, and so is what is computed of them."""
-    if dev.interpreted:
-        first = x.reshape(BLOCKS, 2, -1, 2, distance, x.shape[1])[:, :1, :, ::-1]
-        return jnp.broadcast_to(first, (BLOCKS, 2, *first.shape[2:])).reshape(x.shape)
-    return _exchanged(x.shape, distance, True)(x)
-
-
 def second_half(dev: Device, columns: int) -> jax.Array:
     """Marks the last eight rows of every block of [64, columns]: on the device constants, no numbers."""
     if dev.interpreted:
         return (iota((CHUNK, columns), 0) & 8) != 0
     return _second_half(columns)() != 0
-
-
-def token_bit(dev: Device, columns: int, n: int) -> jax.Array:
-    """Marks rows of [64, columns] whose number has bit n, 0 to 2. On the device both rows of a thread have one."""
-    if dev.interpreted:
-        return ((iota((CHUNK, columns), 0) >> n) & 1) == 1
-    return _token_bit(columns, n)() != 0
-
-
-def halved(dev: Device, x: jax.Array) -> jax.Array:
-    """The first eight rows of every block of x [64, columns], float32, as [64, columns / 2] for `doubled`."""
-    if dev.interpreted:
-        return x.reshape(BLOCKS, 2, -1)[:, 0].reshape(CHUNK, -1)
-    return _halved(x.shape[1])(x)
-
-
-def doubled(dev: Device, x: jax.Array) -> jax.Array:
-    """The array whose first eight rows of every block are those of `halved`, and its last eight the same."""
-    if dev.interpreted:
-        first = x.reshape(BLOCKS, 1, -1)
-        return jnp.concatenate([first, first], 1).reshape(CHUNK, -1)
-    return _doubled(2 * x.shape[1])(x)
 
 
 def store_first_rows(dev: Device, ref: Any, x: jax.Array) -> None:
@@ -76,13 +45,10 @@ def store_first_rows(dev: Device, ref: Any, x: jax.Array) -> None:
         _store_first_rows(x.shape)(ref, x)
 
 
-def store_row_sums(dev: Device, ref: Any, x: jax.Array, halves: bool = False) -> None:
-    """The sum of the rows of every block of x [64, columns] to shared memory [4, columns].
-
-    halves: of the first eight rows of every block.
-    """
-    for distance in (4, 2, 1) if halves else (8, 4, 2, 1):
-        x = x + (exchanged_tokens if halves else exchanged)(dev, x, distance)
+def store_row_sums(dev: Device, ref: Any, x: jax.Array) -> None:
+    """The sum of the rows of every block of x [64, columns] to shared memory [4, columns]."""
+    for distance in (8, 4, 2, 1):
+        x = x + exchanged(dev, x, distance)
     store_first_rows(dev, ref, x)
 
 
@@ -134,11 +100,8 @@ class _Float:
 
 
 @functools.cache
-def _exchanged(shape: tuple[int, int], distance: int, of_first: bool = False):
-    """The operation for arrays of a shape.
-
-    of_first: whether both rows of a thread get what its first one gets.
-    """
+def _exchanged(shape: tuple[int, int], distance: int):
+    """The operation for arrays of a shape."""
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), WGMMA)
@@ -148,10 +111,7 @@ def _exchanged(shape: tuple[int, int], distance: int, of_first: bool = False):
         if distance == 8:  # of each eight columns a thread has two rows, eight apart
             return _registers([registers[n ^ 1] for n in range(len(registers))], x)
         values = []
-        for n, register in enumerate(registers):
-            if of_first and n % 2:
-                values.append(values[-1])
-                continue
+        for register in registers:
             moved = [utils.shfl_bfly(y, 4 * distance) for y in _elements(register)]
             values.append(vector.from_elements(register.type, moved))
         return _registers(values, x)
@@ -172,45 +132,6 @@ def _second_half(columns: int):
         return _array(halves * (columns // 8), columns, is_signed=True)
 
     return marks
-
-
-@functools.cache
-def _token_bit(columns: int, n: int):
-    """The operation for arrays with so many columns."""
-    struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.int32), WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(), return_type=struct)
-    def marks(ctx):
-        i32 = ir.IntegerType.get_signless(32)
-        bit = arith.andi(_warp_and_lane()[1], utils.c(4 << n, i32))
-        both = vector.from_elements(ir.VectorType.get((2,), i32), [bit] * 2)
-        return _array([both] * (columns // 4), columns, is_signed=True)
-
-    return marks
-
-
-@functools.cache
-def _halved(columns: int):
-    """The operation for arrays with so many columns."""
-    struct = plgpu.ShapeDtypeStruct((CHUNK, columns // 2), jnp.dtype(jnp.float32), WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=struct)
-    def halve(ctx, x):
-        return _array(list(x.registers.flat)[::2], columns // 2)
-
-    return halve
-
-
-@functools.cache
-def _doubled(columns: int):
-    """The operation whose results have so many columns."""
-    struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.float32), WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=struct)
-    def double(ctx, x):
-        return _array([register for register in x.registers.flat for _ in range(2)], columns)
-
-    return double
 
 
 def _first_column(lane: ir.Value) -> ir.Value:

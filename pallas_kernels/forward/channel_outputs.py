@@ -33,7 +33,6 @@ from pallas_kernels.forward.channel_walk import (
 )
 from pallas_kernels.forward.outputs import state_role, store_o
 from pallas_kernels.forward.walk import ROWS, Cta, Sizes
-from pallas_kernels.work import halves
 from pallas_kernels.work.slots import PoolStates, slot_inputs
 from pallas_kernels.work.tables import Items, VisitTables, table_inputs
 
@@ -43,11 +42,10 @@ def default_config(K: int, state_warpgroups: int) -> Config:
     return Config.most_stages(state_warpgroups, lambda x: _memory(x, K, jnp.bfloat16))
 
 
-def _memory(config: Config, K: int, dtype, *, packed: bool = False, copies: int = 0) -> Memory:
+def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
     """Shared memory of a CTA."""
-    views = dict(also_flat=packed, also_halves=copies > 0)
-    out = Buffer((config.state_warpgroups, CHUNK, ROWS), dtype, swizzle=128, **views)
-    return {**stages_memory(config, K, dtype, reads=True, copies=copies), "out": out}
+    out = Buffer((config.state_warpgroups, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed)
+    return {**stages_memory(config, K, dtype, reads=True), "out": out}
 
 
 def _step(cta: Cta, i, carry):
@@ -103,7 +101,6 @@ def channel_outputs(
     *,
     items: Items,
     visits: VisitTables | None,
-    of_halves: bool = False,
     states: PoolStates | None = None,
     kv_layout: bool = False,
     h_0_kv_layout: bool = False,
@@ -114,17 +111,12 @@ def channel_outputs(
 
     Args:
       v: bfloat16 or float16, V a multiple of 64, T a multiple of 8.
-      of_halves: whether tokens are two rows, of which v and o are the second ones', as for `channel_pairs`.
       beta: write strengths, head-major.
       pairs: of `channel_pairs`.
       visits: of packed rows, as for `channel_pairs`.
       h_0, items, states, kv_layout, h_0_kv_layout: as for `outputs`.
     """
     (B, T, HV, V), (HO, K), (split, tables) = v.shape, pairs.gl.shape[1:], items
-    shape, copies = (B, T, HO, V), 0
-    if of_halves:
-        v, T, copies = halves.grouped(v), 2 * T, halves.copies(interpret)
-        shape = *v.shape[:3], HO, V
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     config = config or default_config(K, 2 if V % (2 * ROWS) == 0 else 1)
     n = config.state_warpgroups
@@ -144,7 +136,6 @@ def channel_outputs(
         kv_layout=kv_layout,
         h_0_kv_layout=h_0_kv_layout,
         slots=None if states is None else states.slots,
-        halves=of_halves,
     )
     # With h_0 all reading is done. Without, a sequence may write where another still has to read.
     in_place = states is not None and (states.write_slots is None or h_0 is not None)
@@ -164,17 +155,16 @@ def channel_outputs(
         ),
         inputs={"v": v, "beta": beta, **pairs._asdict(), "h_0": h_0} | table_inputs(tables, visits) | slots,
         outputs={
-            "o": jax.ShapeDtypeStruct(shape, v.dtype),
+            "o": jax.ShapeDtypeStruct((B, T, HO, V), v.dtype),
             "final": None if in_place else jax.ShapeDtypeStruct(final, jnp.float32),
         },
         updated=updated,
-        memory=_memory(config, K, v.dtype, packed=tables is not None, copies=copies),
+        memory=_memory(config, K, v.dtype, packed=tables is not None),
         ctas=split.num_items * HO * sizes.tiles,
         warpgroups=config.warpgroups,
         auto_barriers=False,
         interpret=interpret,
     )
-    o = halves.of_tokens(results["o"], B) if of_halves else results["o"]
     if states is None:
-        return o, results["final"]
-    return o, results["pool"] if in_place else states.put(results["final"])
+        return results["o"], results["final"]
+    return results["o"], results["pool"] if in_place else states.put(results["final"])

@@ -29,7 +29,6 @@ from pallas_kernels.forward.channel_walk import (
 )
 from pallas_kernels.forward.transitions import Transitions, of_e, skip_last, state_role
 from pallas_kernels.forward.walk import ROWS, Cta, Sizes
-from pallas_kernels.work import halves
 from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.tables import Items, VisitTables, table_inputs
 
@@ -39,10 +38,10 @@ def default_config(K: int, state_warpgroups: int) -> Config:
     return Config.most_stages(state_warpgroups, lambda x: _memory(x, K, jnp.bfloat16))
 
 
-def _memory(config: Config, K: int, dtype, copies: int = 0) -> Memory:
+def _memory(config: Config, K: int, dtype) -> Memory:
     """Shared memory of a CTA."""
     out = Buffer((config.state_warpgroups, ROWS, K), dtype, swizzle=128)
-    return {**stages_memory(config, K, dtype, reads=False, copies=copies), "out": out}
+    return {**stages_memory(config, K, dtype, reads=False), "out": out}
 
 
 def _step(cta: Cta, i, carry):
@@ -89,7 +88,6 @@ def channel_transitions(
     *,
     items: Items,
     visits: VisitTables | None,
-    of_halves: bool = False,
     config: Config | None = None,
     interpret=None,
 ) -> Transitions:
@@ -97,9 +95,7 @@ def channel_transitions(
 
     Args: those of `channel_outputs`; items are segments.
     """
-    (B, T, HV, V), (HO, K), (split, tables), copies = v.shape, pairs.gl.shape[1:], items, 0
-    if of_halves:
-        v, T, copies = halves.grouped(v), 2 * T, halves.copies(interpret)
+    (B, T, HV, V), (HO, K), (split, tables) = v.shape, pairs.gl.shape[1:], items
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
     all_rows = V + K
     config = config or default_config(K, 2 if V % (2 * ROWS) == 0 and all_rows % (2 * ROWS) == 0 else 1)
@@ -107,7 +103,7 @@ def channel_transitions(
     if V % (ROWS * n) or all_rows % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     tiles = all_rows // (ROWS * n)
-    sizes = Sizes(T=T, N=N, Hq=HO, Hk=HO, HV=HV, HO=HO, K=K, V=V, tiles=tiles, split=split, halves=of_halves)
+    sizes = Sizes(T=T, N=N, Hq=HO, Hk=HO, HV=HV, HO=HO, K=K, V=V, tiles=tiles, split=split)
     inputs = {"v": v, "beta": beta, "t": pairs.t, "kg": pairs.kg, "kr": pairs.kr, "gl": pairs.gl}
     state = functools.partial(state_role, step=_step)
     results = launch(
@@ -126,7 +122,7 @@ def channel_transitions(
             "diagonal": jax.ShapeDtypeStruct((split.num_items, HO, K), jnp.float32),
             "rest": jax.ShapeDtypeStruct((split.num_items, HO, K, K), v.dtype),
         },
-        memory=_memory(config, K, v.dtype, copies),
+        memory=_memory(config, K, v.dtype),
         ctas=split.num_items * HO * tiles,
         warpgroups=config.warpgroups,
         auto_barriers=False,

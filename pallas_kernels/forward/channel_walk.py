@@ -34,30 +34,26 @@ from pallas_kernels.chunks.channel_stages import Config, loader, owned_tokens
 from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
 from pallas_kernels.forward.walk import ROWS, Cta
-from pallas_kernels.work import halves
 
 
-def stages_memory(config: Config, K: int, dtype, *, reads: bool, copies: int = 0) -> Memory:
+def stages_memory(config: Config, K: int, dtype, *, reads: bool) -> Memory:
     """The rings of stages.
 
     Args:
       reads: whether outputs are made.
-      copies: where tokens are two rows, the copies of a warpgroup's tile of values, `halves.copies`.
     """
     n, early, late = config.state_warpgroups, config.early_stages, config.late_stages
-    keys, square, v = (CHUNK, K), (CHUNK, CHUNK), Buffer((early, CHUNK, ROWS * n), dtype, swizzle=128)
-    if copies:
-        v = Buffer((early * n, CHUNK, ROWS), dtype, swizzle=128, also_halves=True)
+    keys, square = (CHUNK, K), (CHUNK, CHUNK)
     return {
         "kg": Buffer((early, *keys), dtype, swizzle=128),
         "qg": Buffer((early, *keys), dtype, swizzle=128) if reads else None,
-        "v": v,
+        "v": Buffer((early, CHUNK, ROWS * n), dtype, swizzle=128),
         "t": Buffer((early, *square), dtype, swizzle=128),
         "kr": Buffer((late, *keys), dtype, swizzle=128),
         "p": Buffer((late, *square), dtype, swizzle=128) if reads else None,
         "gl": Buffer((early, K)),
         "beta": Buffer((early, CHUNK)),
-        "early": Barriers(arrivals=4 + reads + (copies * n or 1), count=early),
+        "early": Barriers(arrivals=5 + reads, count=early),
         "late": Barriers(arrivals=1 + reads, count=late),
         "early_read": Barriers(arrivals=n, count=early),
         "late_read": Barriers(arrivals=n, count=late),
@@ -79,14 +75,7 @@ def _load_early(cta: Cta, i, stage) -> None:
     copy(gmem.kg.at[visit, cta.head], smem.kg)
     if smem.qg is not None:
         copy(gmem.qg.at[visit, cta.head], smem.qg)
-    if sizes.halves:
-        for w in range(cta.num_state):
-            tile = [x.at[stage * cta.num_state + w] for x in cta.views["v"]]
-            of_tile = pl.ds(v_columns.start + w * ROWS, ROWS)
-            head, loaded = cta.head_of(sizes.HV), smem.early.at[stage]
-            halves.load(cta.dev, gmem.v, visit, head, of_tile, tile, halves.SECOND, loaded)
-    else:
-        copy(gmem.v.at[span.row, tokens, cta.head_of(sizes.HV), v_columns], smem.v)
+    copy(gmem.v.at[span.row, tokens, cta.head_of(sizes.HV), v_columns], smem.v)
     copy(gmem.t.at[visit, cta.head], smem.t)
     copy(gmem.gl.at[visit, cta.head], smem.gl)
     copy(gmem.beta.at[span.row, cta.head, tokens], smem.beta)
@@ -112,13 +101,8 @@ def corrected_values(cta: Cta, i, stage, hk, newer: int, values: Callable = lamb
 
     values: applied to the transposed values.
     """
-    if cta.sizes.halves:
-        v_tile = cta.smem.v.at[stage * cta.num_state + cta.wg]
-    else:
-        v_tile = cta.smem.v.at[stage, :, pl.ds(cta.wg * ROWS, ROWS)]
+    v_tile = cta.smem.v.at[stage, :, pl.ds(cta.wg * ROWS, ROWS)]
     v_t = values(plgpu.load(transposed(v_tile), layout=WGMMA))
-    if cta.sizes.halves:
-        v_t = halves.or_zeros(cta.dev, v_t)
     if cta.packed:
         v_t = jnp.where(owned_tokens(cta, i), v_t, jnp.zeros((), cta.dtype))
     r = (v_t.astype(jnp.float32) - cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
@@ -134,11 +118,7 @@ def body(
 
     prepare: applied to what every warpgroup knows, first.
     """
-    views = {}
-    if static["sizes"].halves:
-        views = halves.apart(smem, ("v",) if smem.qg is None else ("v", "out"))
     cta = Cta(gmem, smem, **static)
-    cta.views = views
     prepare(cta)
     pl.when(cta.wg == cta.num_state)(lambda: loader(cta, _load_early, _load_late))
     pl.when(cta.wg < cta.num_state)(lambda: state(cta))

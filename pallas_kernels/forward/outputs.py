@@ -46,7 +46,6 @@ from pallas_kernels.forward.walk import (
     wait_for_chunk,
     walk,
 )
-from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import store_owned
 from pallas_kernels.work.slots import PoolStates, load_initial, slot_inputs, store_final
 from pallas_kernels.work.tables import Items, table_inputs
@@ -102,8 +101,6 @@ def _prepare(cta: Cta, stage) -> None:
 
 def store_o(cta: Cta, i, o) -> None:
     """O [64 columns of V, C] of the i-th chunk to memory."""
-    if cta.sizes.halves:
-        return _store_second_halves(cta, i, o)
     swizzled, plain = cta.smem.out if cta.packed else (cta.smem.out, None)
     chunk = cta.chunk_of(i)
 
@@ -115,15 +112,6 @@ def store_o(cta: Cta, i, o) -> None:
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     store_owned(cta.span, chunk, o, views(swizzled), None if plain is None else views(plain), destination)
-
-
-def _store_second_halves(cta: Cta, i, o) -> None:
-    tile = [x.at[cta.wg] for x in cta.views["out"]]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    transposed(tile[0])[...] = o
-    plgpu.commit_smem()
-    visit = cta.span.first_visit + i
-    halves.store(cta.dev, tile, cta.gmem.o, visit, cta.head, cta.rows, halves.SECOND)
 
 
 def _read_h_0(cta: Cta) -> jax.Array:

@@ -131,8 +131,6 @@ class Sizes(NamedTuple):
     h_0_kv_layout: bool = False
     slots: Slots | None = None
     """Slots of a pool that the states lie in."""
-    halves: bool = False
-    """Whether tokens are two rows, see `work.halves`."""
 
 
 class Cta:
@@ -160,8 +158,6 @@ class Cta:
         self.row_tile = self.tile * self.num_state + self.wg
         self.rows = pl.ds(self.row_tile * ROWS, ROWS)
         """Rows of the state that this warpgroup holds."""
-        self.views: dict[str, Any] = {}
-        """Where tokens are two rows, tiles of one half by name, see `halves.apart`."""
 
     def head_of(self, count: int) -> jax.Array:
         """The head of an input with `count` heads that the CTA's output head reads."""
