@@ -1,7 +1,7 @@
 """The numbers of the page on performance, by one command: parts of the other benchmarks, one after the other.
 
 Each part has the few sizes that people ask for, and checks its results as its own benchmark does. Other libraries
-that are installed are timed next to the rule. By the times of its parts a run takes about five minutes on one H100,
+that are installed are timed next to the rule. A run takes about five minutes on one H200,
 most of it compiling. After each part --json keeps its date, versions and results. --resume goes on with such a file
 and does not run again what it has. `python docs/times.py` makes docs/performance.md of the files in docs/times.
 """
