@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.rule import packing
 from gdn_jax.rule.chunks.recurrence import ChannelTransition
-from gdn_jax.rule.chunks.rows import Row, in_stretches, stretch_of
+from gdn_jax.rule.chunks.rows import CPU_CHUNK_SIZE, Row, in_stretches, stretch_of
 from gdn_jax.rule.chunks.stages import Numerics
 from gdn_jax.rule.chunks.stretches import packed_in_stretches
 from gdn_jax.rule.products import decayed_products
@@ -48,7 +48,7 @@ def chunked_rule(
     """The rule in chunks of `chunk_size` tokens, for any decay. A reset is a gate of -inf.
 
     Args: those of `definition.recurrent_rule`, and
-      chunk_size: tokens of a chunk, a power of two. On a CPU a long row has chunks of at most 32 tokens.
+      chunk_size: tokens of a chunk, a power of two. On a CPU chunks have at most 32 tokens.
 
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
@@ -64,6 +64,8 @@ def chunked_rule(
     B, T, HO, _ = g.shape
     arrays, rule = (q, k, v, g, erase, write), partial(_rule, Numerics.of(q.dtype, g.dtype))
     tokens = T
+    if jax.default_backend() == "cpu":
+        chunk_size = min(chunk_size, CPU_CHUNK_SIZE)  # each doubling of a chunk is a level more to compile
     if cu_seqlens is None:
         tokens, chunk_size = stretch_of(T, chunk_size, B * HO, on_gpu=_GPU_STRETCH)
     else:
@@ -83,7 +85,7 @@ def _rule(numerics, row, q, k, v, g, erase, write, initial_state, scale):
     dtype = numerics.accumulate
     q, k, v, g, erase, write = (row.to_chunks(x).astype(dtype) for x in (q, k, v, g, erase, write))
     e = erase * k
-    (reads, kkt), from_start, to_end = decayed_products((q, e), k, jnp.exp(g), numerics.wide())
+    (reads, kkt), from_start, to_end = decayed_products((q, e), k, g, numerics.wide())
     transition = ChannelTransition(jnp.exp(g.sum(-2)), e * from_start, k * to_end)
     states, final = row.solve(numerics, _strict(kkt), transition, write * v, initial_state)
     pairs = numerics if states.v_new.dtype == numerics.operand else numerics.wide()
@@ -112,7 +114,7 @@ def chunk_states_of(
     numerics = Numerics(g.dtype, g.dtype, lax.Precision.HIGHEST)
     row = _row(k, k, v, g, cu_seqlens, chunk_size)
     k, v, g, erase, write = (row.to_chunks(x).astype(g.dtype) for x in (k, v, g, erase, write))
-    (kkt,), from_start, to_end = decayed_products((erase * k,), k, jnp.exp(g), numerics)
+    (kkt,), from_start, to_end = decayed_products((erase * k,), k, g, numerics)
     transition = ChannelTransition(jnp.exp(g.sum(-2)), erase * k * from_start, k * to_end)
     states, _ = row.solve(numerics, _strict(kkt), transition, write * v, initial_state)
     return row.states(states.h)

@@ -155,9 +155,15 @@ FAULTS = (
     ),
     Fault(
         "the decay to the end of a block stops at its half",
-        "[end_early * whole_late, end_late]",
+        "[end_early * start_late[..., -1:, :], end_late]",
         "[end_early, end_late]",
         "tests/rule/test_chunked.py::test_table[float32-channels-of-every-kind]",
+    ),
+    Fault(
+        "the derivative of a decay after a token has the token's own gate",
+        "(own & (gate > token))[",
+        "(own & (gate >= token))[",
+        "tests/rule/test_channels.py::test_strong_gates_have_their_own_gradient",
     ),
     Fault(
         "a product reads after its first step",
