@@ -20,6 +20,7 @@ from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at_start
 from gdn_jax.layers.options import check_sizes
 from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
+from gdn_jax.parallel.token_shards import splits_tokens
 from gdn_jax.parts import mixer
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.parts.products import Addend
@@ -218,6 +219,8 @@ class GatedDeltaNet(RecurrentMixer):
     def _as_one(self, x) -> tuple[mixer.Mixer, mixer.Weights] | None:
         """The layer as `parts.mixer` takes it for whole rows x without a past; None where it does not."""
         if self.g_proj is None or self.conv_weight is None or self.conv_bias is not None:
+            return None
+        if splits_tokens():  # its convolution reads whole rows, which XLA would gather
             return None
         linears = self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj, self.o_proj
         if not (all(type(linear) is nnx.Linear for linear in linears) and blocks.is_one_product(x, linears)):

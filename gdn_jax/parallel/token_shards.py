@@ -29,6 +29,12 @@ from gdn_jax.rule.product import product_by
 from gdn_jax.shapes import accumulation_dtype
 
 
+def splits_tokens() -> bool:
+    """Tells whether the mesh that is set has a context axis: each device then has some tokens of every row."""
+    sizes = axes_set()
+    return sizes is not None and sizes[CONTEXT] > 1
+
+
 class ByTokens(NamedTuple):
     """A rule of q, k, v and gates over rows, whose tokens a mesh may split over devices.
 

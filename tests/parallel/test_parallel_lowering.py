@@ -157,6 +157,31 @@ def test_real_compositions_run_on_the_shards(kernels, options, placement, shardy
     assert all(x.spec != spec() for x in jax.tree.leaves(compiled.output_shardings))
 
 
+def gradients_on(text, **sizes):
+    """The compiled text of a model's gradients on a mesh of eight devices, with all kernels."""
+    sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=256, expand_v=1.0) | sizes
+    shape = MeshShape.parse(text)
+    mesh = shape.make(mesh_of((8,), ("all",)).devices.tolist())
+
+    def lie(where, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
+
+    config = ModelConfig(**sizes, dtype="bfloat16", implementation="mosaic_gpu")
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, tokens):
+        return nnx.merge(graphdef, params, rest).hidden_states(tokens)[0].astype(jnp.float32).sum()
+
+    params = jax.tree.map(lambda x, where: lie(where, x), params, sharding.parameter_specs(params, shape))
+    tokens = lie(spec("data", "context"), jax.ShapeDtypeStruct((8, 256 * shape.context), jnp.int32))
+    jax.clear_caches()
+    LOWERED.clear()
+    with contextlib.nullcontext() if text == "data=8" else jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss)).lower(params, rest, tokens)
+        return program.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text()
+
+
 @pytest.mark.parametrize(
     ("text", "heads", "width"),
     [
@@ -171,35 +196,24 @@ def test_real_compositions_run_on_the_shards(kernels, options, placement, shardy
 def test_a_deep_model_lowers_no_more_kernels(text, heads, width):
     """On the shards of a mesh, by plain jit and with all axes: layers share what is lowered, forward and backward,
     also where each is one operation."""
-    sizes = dict(vocab_size=64, hidden_size=256, intermediate_size=256, expand_v=1.0)
-    sizes |= dict(num_heads=heads, head_dim=width)
-    shape = MeshShape.parse(text)
-    mesh = shape.make(mesh_of((8,), ("all",)).devices.tolist())
-
-    def lie(where, x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
 
     def lowered(layers):
-        config = ModelConfig(**sizes, num_layers=layers, dtype="bfloat16", implementation="mosaic_gpu")
-        model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def loss(params, rest, tokens):
-            return nnx.merge(graphdef, params, rest).hidden_states(tokens)[0].astype(jnp.float32).sum()
-
-        params = jax.tree.map(lambda x, where: lie(where, x), params, sharding.parameter_specs(params, shape))
-        tokens = lie(spec("data", "context"), jax.ShapeDtypeStruct((8, 256), jnp.int32))
-        jax.clear_caches()
-        LOWERED.clear()
-        with contextlib.nullcontext() if text == "data=8" else jax.set_mesh(mesh):
-            program = jax.jit(jax.grad(loss)).lower(params, rest, tokens)
-            program = program.compile(compiler_options={"xla_backend_optimization_level": 0})
+        program = gradients_on(text, num_layers=layers, num_heads=heads, head_dim=width)
         if text == "data=8":
-            assert traffic(program.as_text()).count == {"all-reduce": 1}
+            assert traffic(program).count == {"all-reduce": 1}
         return dict(LOWERED)
 
     two = lowered(2)
     assert len(two) >= 13 and two == lowered(3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_launch")
+def test_no_tokens_are_gathered():
+    """By a model whose tokens are over devices and whose heads are not: it sends the convolution's last tokens, the
+    gradients of weights, and for the rule states or, of rows as short as these, tokens of some heads."""
+    program = gradients_on("data=2,context=4", num_layers=2, num_heads=4, head_dim=64)
+    assert {*traffic(program).count} == {"all-reduce", "all-to-all", "collective-permute"}
 
 
 def fused_part(name):
