@@ -40,7 +40,7 @@ class TrainingStep(NamedTuple):
 
 
 class StepProblem(NamedTuple):
-    """What a step computes, and where."""
+    """A training step: its model, its rows, and where they lie."""
 
     config: ModelConfig
     rows: int
