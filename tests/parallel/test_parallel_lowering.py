@@ -212,7 +212,7 @@ def test_a_deep_model_lowers_no_more_kernels(text, heads, width):
 def test_no_tokens_are_gathered():
     """By a model whose tokens are over devices and whose heads are not: it sends the convolution's last tokens, the
     gradients of weights, and for the rule states or, of rows as short as these, tokens of some heads."""
-    program = gradients_on("data=2,context=4", num_layers=2, num_heads=4, head_dim=64)
+    program = gradients_on("data=2,context=4", num_layers=2, num_heads=8, head_dim=128)
     assert {*traffic(program).count} == {"all-reduce", "all-to-all", "collective-permute"}
 
 
