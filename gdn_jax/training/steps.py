@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from gdn_jax import models
@@ -198,15 +199,15 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     """Returns the square root of the sum of all squares.
 
     The squares of an array are added along its last axis, and these sums of many arrays at once. With one number for
-    each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices it is one
-    number for each array all the same: to join the sums, XLA would gather the gradients.
+    each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices each has the
+    sums of all of them: to join sums that are split, XLA would gather the gradients.
     """
-    if jax.sharding.get_abstract_mesh().size > 1:
-        return optax.tree.norm(grads)
     sums = [
         jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel()
         for g in jax.tree.leaves(grads)
     ]
+    if jax.sharding.get_abstract_mesh().size > 1:
+        sums = [jax.lax.with_sharding_constraint(x, PartitionSpec()) for x in sums]
     # The barrier, because the compiler would add the sums of each array by itself.
     joined = (jnp.concatenate(sums[i : i + AT_ONCE]) for i in range(0, len(sums), AT_ONCE))
     return jnp.sqrt(sum(jnp.sum(jax.lax.optimization_barrier(x)) for x in joined))
