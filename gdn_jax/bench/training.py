@@ -52,35 +52,32 @@ class StepProblem(NamedTuple):
         """The model with fresh weights."""
         return LanguageModel(self.config, rngs=nnx.Rngs(self.seed))
 
-    def batch(self) -> Batch:
-        """Random tokens."""
-        size, rng = (self.rows, self.length), np.random.default_rng(self.seed)
-        text = rng.integers(0, self.config.vocab_size, (self.rows, self.length + 1)).astype(np.int32)
-        return Batch(text[:, :-1], text[:, 1:], np.ones(size, np.float32))
-
 
 OPTIMIZER = steps.make_optimizer(ScheduleOptions(), 1000, 1e-3)
 
 
 def lowered(problem: StepProblem) -> jax.stages.Lowered:
     """Traces and lowers a step; makes no array."""
-    placement = problem.placement
+    _, rows, length, placement, _ = problem
     graphdef, params, rest = nnx.split(nnx.eval_shape(problem.model), nnx.Param, ...)
     state = steps.TrainState(params, jax.eval_shape(OPTIMIZER.init, params))
+    shapes = (rows, length), jnp.int32
+    batch = Batch(*(jax.ShapeDtypeStruct(*shapes),) * 2, jax.ShapeDtypeStruct((rows, length), jnp.float32))
     mesh = placement.mesh
     if mesh is None:
         where, shardings = SingleDeviceSharding(jax.devices()[0]), None
-        state, batch = jax.tree.map(lambda x: _at(x, where), (state, problem.batch()))
+        state = jax.tree.map(lambda x: _at(x, where), state)
+        batch = jax.tree.map(lambda x: _at(x, where), batch)
     else:
         shardings = steps.TrainState._make(sharding.state_shardings(OPTIMIZER, params, mesh, placement.shape))
         state = jax.tree.map(_at, state, shardings)
-        batch = jax.tree.map(lambda x: _at(x, sharding.batch_sharding(mesh)), problem.batch())
+        batch = jax.tree.map(lambda x: _at(x, sharding.batch_sharding(mesh)), batch)
     with placement.active():
         train: Any = steps.make_functions(graphdef, OPTIMIZER, 1, shardings=shardings).train
         return train.lower(rest, state, batch)
 
 
-def _at(x: Any, where: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+def _at(x: jax.ShapeDtypeStruct, where: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
@@ -102,7 +99,8 @@ def running(
       given: `weights(problem)`, or equal arrays of the host.
       before_s: seconds of tracing, lowering and compiling.
     """
-    placement, started = problem.placement, time.perf_counter()
+    _, rows, length, placement, seed = problem
+    started = time.perf_counter()
     params, rest = given
     with placement.active():
         params = jax.tree.map(jnp.asarray, params) if placement.mesh is None else params
@@ -110,7 +108,10 @@ def running(
         del params, given
         jax.block_until_ready(state)
         init_s = time.perf_counter() - started
-        batch = jax.device_put(placement.batch(problem.batch()))
+        rng = np.random.default_rng(seed)
+        text = rng.integers(0, problem.config.vocab_size, (rows, length + 1)).astype(np.int32)
+        batch = Batch(text[:, :-1], text[:, 1:], np.ones((rows, length), np.float32))
+        batch = jax.device_put(placement.batch(batch))
         started = time.perf_counter()
         state, metrics = jax.block_until_ready(program(rest, state, batch))
         run_s = time.perf_counter() - started
