@@ -106,7 +106,7 @@ def test_the_text_is_that_without_drafts(kind, monkeypatch):
     options: dict = dict(mask=mask, drafts="mtp", stop_tokens=[int(stop)])
     np.testing.assert_array_equal(generate(model, ROW, 12, num_drafts=2, **options), want)
     if kind == "gated_delta_net":  # in the copy for few tokens, too
-        monkeypatch.setattr(program, "usable", lambda implementation: True)
+        monkeypatch.setattr(program, "usable", lambda *_: True)
         np.testing.assert_array_equal(generate(model, ROW, 12, num_drafts=1, **options), want)
 
 

@@ -101,7 +101,7 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
     """A copy for single tokens; its logits are those of the model but for rounding, of one row and of more."""
     ready = for_inference(make(dataclasses.replace(CONFIG, dtype="float32")))
     assert for_decoding(ready, 1) is ready  # without a GPU
-    monkeypatch.setattr(program, "usable", lambda implementation: True)
+    monkeypatch.setattr(program, "usable", lambda *_: True)
     copy = for_decoding(ready, 1)
     groups = [part for _, part in nnx.iter_modules(copy) if isinstance(part, ProjectionGroup)]
     assert len(groups) == 2 * 4
@@ -119,7 +119,7 @@ def test_projections_of_one_input_are_one_product(monkeypatch):
 def test_projections_in_8_bits_are_one_product(monkeypatch):
     """Codes of one input lie in one array, next to a product of the narrow projections, which are whole."""
     ready = for_inference(made(dataclasses.replace(CONFIG, dtype="float32", weights="float8")))
-    monkeypatch.setattr(program, "usable", lambda implementation: True)
+    monkeypatch.setattr(program, "usable", lambda *_: True)
     copy = for_decoding(ready, 1)
     kinds = [type(part) for _, part in nnx.iter_modules(copy)]
     assert (kinds.count(BlockGroup), kinds.count(ProjectionGroup)) == (4, 1)
@@ -141,7 +141,7 @@ def test_tokens_of_attention(attention, monkeypatch):
         kinds = dict(layer_types=("attention", "gated_delta_net"), attention=attention)
     model = made(dataclasses.replace(CONFIG, dtype="float32", **kinds))
     whole, cache = np.asarray(logits(model, ROW)), jax.jit(lambda: model.init_cache(len(ROW), 8))()
-    monkeypatch.setattr(program, "usable", lambda implementation: True)
+    monkeypatch.setattr(program, "usable", lambda *_: True)
     copy = nnx.jit(lambda model: for_decoding(for_inference(model), len(ROW)))(model)
     changed = [type(block.mixer).__name__ for block in copy.blocks]
     assert changed == (["AttentionRows", "WindowRows"] if attention is None else ["LatentRows", "HeadRows"])
@@ -153,7 +153,7 @@ def test_tokens_of_attention(attention, monkeypatch):
 
 def test_a_mesh_that_splits_heads(monkeypatch):
     """Its devices have their parts of projections, which stay as they are; the rule of a token has a kernel."""
-    monkeypatch.setattr(program, "usable", lambda implementation: True)
+    monkeypatch.setattr(program, "usable", lambda *_: True)
     monkeypatch.setattr(program, "splits_heads", lambda: True)
     copy = nnx.eval_shape(lambda: for_decoding(LanguageModel(CONFIG, rngs=nnx.Rngs(0)), 1))
     kinds = [(type(block.mixer), type(block.mlp)) for block in copy.blocks]
