@@ -178,8 +178,8 @@ def deferred(
 
     Args:
       x, rings: tokens, T = 1, and rings that `vectors.check_supported` accepts.
-      read_slots: where each request's state and ring are, no slot twice; padding as for `step`.
-      layer, config, interpret: as for `step`.
+      read_slots: where each request's state and ring are, no slot twice; padding as for `step_of_channels`.
+      layer, config, interpret: as for `step_of_channels`.
       kind, settings: the `Cta` that knows the gates, and what it is made with.
       options: as for `Sizes.of`.
     """

@@ -291,26 +291,6 @@ def _body(gmem: Any, smem: Any, kind: type[Cta], **static: Any) -> None:
     lax.fori_loop(padding_from, cta.T, pad, None)
 
 
-def step(
-    q: Float[Array, "N T Hq K"],
-    k: Float[Array, "N T Hk K"],
-    v: Float[Array, "N T HV V"],
-    a: Float[Array, "N T HV"],
-    b: Float[Array, "N T HV"],
-    pool: Float[Array, "slots *layers HV rows columns"],
-    **options: Any,
-) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
-    """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
-
-    Args:
-      q, k, v, a, b, pool: inputs that `check_supported` accepts.
-      options: of `step_of_channels`.
-    """
-    heads = (q.shape[2], k.shape[2], v.shape[2])
-    q, k, v = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
-    return step_of_channels(q, k, v, a, b, pool, heads=heads, **options)
-
-
 def step_of_channels(
     q: Float[Array, "N T Cq"],
     k: Float[Array, "N T Ck"],
@@ -336,8 +316,9 @@ def step_of_channels(
     interpret=None,
     **options: Any,
 ) -> tuple[Float[Array, "N T HV V"], Float[Array, "slots *layers HV rows columns"]]:
-    """`step` of heads that lie side by side in arrays of channels, of which several may be one array.
+    """T tokens of N requests, and the pool with the states after them; all other slots keep their bits.
 
+    Heads lie side by side in arrays of channels, of which several may be one array.
     The pool is updated in place where it is donated to the compiled function around this call; else XLA copies it.
 
     Args:

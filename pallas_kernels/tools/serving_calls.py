@@ -10,18 +10,19 @@ from pallas_kernels.decode.drafts import Drafts, drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.decode.erasure_step import erasure_step
 from pallas_kernels.decode.ring import ChannelTokens, Rings, Tokens
-from pallas_kernels.decode.step import Channels, step, step_of_channels
+from pallas_kernels.decode.step import Channels, step_of_channels
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.tools.call import Call, call, shapes
 
 
 def step_call(T=1, K=128, V=128, layout="kv", pool="f32", uneven=False, tree=False) -> Call:
-    """`step` of T tokens on a pool of eight states, which is in place."""
-    N, tokens = _tokens(T, K, V)
+    """`step_of_channels` of T tokens on a pool of eight states, which is in place."""
+    N, tokens = _tokens(T, f"{2 * K}", f"{4 * V}")
     state = f"{pool}[8,4,{K},{V}]" if layout == "kv" else f"{pool}[8,4,{V},{K}]"
     slots = dict(read_slots=f"i32[{N}]", write_slots=f"i32[{N},{T}]")
     slots |= dict(num_tokens=f"i32[{N}]" if uneven else "-", parents=f"i32[{N},{T}]" if tree else "-")
-    return call(partial(step, scale=0.1, kv_layout=layout == "kv"), f"{tokens} {state}", **GATES, **slots)
+    known = dict(heads=(2, 2, 4), scale=0.1, kv_layout=layout == "kv")
+    return call(partial(step_of_channels, **known), f"{tokens} {state}", **GATES, **slots)
 
 
 def joined_call(pool="f32") -> Call:
@@ -75,11 +76,15 @@ def ring_call(kernel, T=1, layout="kv", pool="f32", by_channels=False, apart=Fal
     return made._replace(positional=(x, Rings(*shapes(rings))))
 
 
-def _tokens(T: int, K: int = 128, V: int = 128) -> tuple[int, str]:
-    """Requests, and q, k, v and the gates of T tokens each: with one token as many as have tiles in the L2 cache."""
+def _tokens(T: int, qk: str = "2,128", v: str = "4,128") -> tuple[int, str]:
+    """Requests, and q, k, v and the gates of T tokens each: with one token as many as have tiles in the L2 cache.
+
+    Args:
+      qk, v: sizes of a token's q or k, and of its v.
+    """
     N = 128 if T == 1 else 4
-    qk, gates = f"bf16[{N},{T},2,{K}]", f"bf16[{N},{T},4]"
-    return N, f"{qk} {qk} bf16[{N},{T},4,{V}] {gates} {gates}"
+    qk, gates = f"bf16[{N},{T},{qk}]", f"bf16[{N},{T},4]"
+    return N, f"{qk} {qk} bf16[{N},{T},{v}] {gates} {gates}"
 
 
 GATES = dict(A_log="f32[4]", dt_bias="f32[4]")
