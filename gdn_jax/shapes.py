@@ -131,9 +131,9 @@ class Choice(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A short convolution of the first results of one token's product, with SiLU."""
+    """A short convolution of the first results of a token's product, with SiLU."""
 
-    state: Float[Array, "1 C W1"]
+    state: Float[Array, "B C W1"]
     """Inputs before the token, oldest first."""
     filters: Float[Array, "C W"]
     bias: Float[Array, " C"] | None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import token_op, usable
+from gdn_jax.shapes import Convolution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +89,10 @@ class Token(NamedTuple):
     """Array in which the raw inputs of the decays lie, [HV] or [HV, K]; may be `channels` itself."""
     strength: Float[Array, "B G"]
     """Array in which the raw inputs of the strengths lie; may be `channels` itself."""
-    weight: Float[Array, "D W"]
-    """Filters of the convolution, of the D channels of q, k and v."""
-    bias: Float[Array, " D"] | None
+    convolution: Convolution
+    """The short convolution of the channels of q, k and v."""
     A_log: Float[Array, " HV"] | None
     dt_bias: Float[Array, "HV *K"]
-    conv_state: Float[Array, "B D W1"]
-    """Inputs before the token, oldest first."""
     state: Float[Array, "B HV K V"]
     """States of the rule before the token."""
 
@@ -103,11 +101,11 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
     """Whether the kernels take a call of `mix_token`, from the shapes of its arrays, for which `is_whole` is true."""
     from pallas_kernels.decode import conv_update, step
 
-    if any(x is not None and x.dtype == jnp.float64 for x in token):
+    if any(x.dtype == jnp.float64 for x in jax.tree.leaves(token)):
         return False
     (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
-    reason = conv_update.check_supported(token.channels, token.conv_state, token.weight, token.bias)
+    reason = conv_update.check_supported(token.channels, *token.convolution)
     reason = reason or step.check_supported(q, q, v, token.state)
     return usable(implementation, step, part="the step of a token", reason=reason)
 
@@ -141,7 +139,7 @@ def _run(gates: Gates, token: Token):
     from pallas_kernels.decode.step import Channels
 
     everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
-    qkv, conv_state = conv_update(token.channels, token.conv_state, token.weight, token.bias, **everywhere)
+    qkv, conv_state = conv_update(token.channels, *token.convolution, **everywhere)
     (HV, K), H = token.state.shape[1:3], gates.H
     options: dict[str, Any] = {"A_log": token.A_log, "dt_bias": token.dt_bias, "scale": K**-0.5}
     options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, gates.decay, gates.strength)}

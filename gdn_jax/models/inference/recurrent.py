@@ -91,6 +91,12 @@ class RecurrentRows(Reader):
         """See `Reader.token_weights`."""
         return weights_of(self.group, group_of([self.mixer.o_proj]))
 
+    def _known(self, cache) -> tuple[Convolution, Array | None, Array, Array]:
+        """The convolution, A_log, dt_bias and the states of the rule, as kernels of a token take them."""
+        m = self.mixer
+        A_log = None if m.A_log is None else m.A_log[...]
+        return Convolution(cache.conv, *m.filters()), A_log, m.dt_bias[...], cache.state
+
     def _by_kernels(self, x, cache) -> tuple[Array, RecurrentCache] | None:
         """A token by kernels that change states where they lie; None where none takes it."""
         del x, cache
@@ -166,13 +172,11 @@ class TokenRows(RecurrentRows):
         """A token from its products, and from those of the gates with their places; None where no kernel takes it."""
         *_, of = self._raw_gates()
         arrays, starts = zip(*raw, strict=True)
-        A_log = None if self.mixer.A_log is None else self.mixer.A_log[...]
-        products, last = (a[:, 0] for a in (channels, *arrays)), (A_log, self.mixer.dt_bias[...], *cache)
-        of_token: Any = *products, *self.mixer.filters(), *last
-        gates = of(*starts)
-        if not token.takes(token.Token(*of_token), gates, self.mixer.implementation):
+        qkv, decay, strength = (a[:, 0] for a in (channels, *arrays))
+        known, gates = token.Token(qkv, decay, strength, *self._known(cache)), of(*starts)
+        if not token.takes(known, gates, self.mixer.implementation):
             return None
-        o, *after = token.mix_token(token.Token(*of_token), gates)
+        o, *after = token.mix_token(known, gates)
         o = o[:, None]
         y = self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x)
         return y, RecurrentCache(*after)
@@ -291,17 +295,9 @@ class DeltaRow(RecurrentRows):
         m, gates, last = self.mixer, self.rows.gates(), self.mixer.o_proj
         if gates is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
-        layer = delta_layer.Layer(
-            norm=norm,
-            inputs=self.group.weight[...],
-            convolution=Convolution(cache.conv, *m.filters()),
-            A_log=None if m.A_log is None else m.A_log[...],
-            dt_bias=m.dt_bias[...],
-            state=cache.state,
-            output_norm=m.o_norm.scale(jnp.float32),
-            output=last.group.weight[...],
-        )
-        return layer, gates
+        inputs, output = self.group.weight[...], last.group.weight[...]
+        output_norm = m.o_norm.scale(jnp.float32)
+        return delta_layer.Layer(norm, inputs, *self._known(cache), output_norm, output), gates
 
 
 def grouped(mixer: RecurrentMixer) -> RecurrentMixer:
