@@ -119,9 +119,10 @@ class Recurrent:
         num_accepted_tokens: Indices,
     ) -> tuple[Float[Array, "N T D"], LayerPools]:
         """The last token and drafts of every request."""
-        qkv, conv = self._window(mixer, x)(pool.conv, state_slots, num_accepted_tokens)
+        accepted = dict(num_accepted_tokens=num_accepted_tokens)
+        qkv, conv = self._window(mixer, x)(pool.conv, state_slots=state_slots, **accepted)
         slots = draft_slots(pool.state, state_slots)
-        o, state = self._rule(mixer, x, qkv)(pool.state, slots, num_accepted_tokens)
+        o, state = self._rule(mixer, x, qkv)(pool.state, state_slots=slots, **accepted)
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
     def drafts(
@@ -135,31 +136,13 @@ class Recurrent:
 
     def _window(self, mixer: RecurrentMixer, x: Float[Array, "N T D"]) -> Verify:
         """The convolution of tokens and their drafts."""
-        qkv = mixer.project_qkv(x)
-
-        def run(conv: Array, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
-            spans = dict(state_slots=state_slots, num_accepted_tokens=num_accepted_tokens)
-            return serving.causal_conv1d_verify(qkv, conv, *mixer.filters(), **spans)
-
-        return run
+        weight, bias = mixer.filters()
+        return partial(serving.causal_conv1d_verify, mixer.project_qkv(x), weight=weight, bias=bias)
 
     def _rule(self, mixer: RecurrentMixer, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
         """The rule of tokens and their drafts, after the convolution."""
         a, b, w = mixer.raw_gates(x)
-
-        def run(state: Any, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
-            return serving.verify(
-                *_heads(mixer, qkv),
-                a,
-                b,
-                state,
-                w=w,
-                state_slots=state_slots,
-                num_accepted_tokens=num_accepted_tokens,
-                **self._options(mixer),
-            )
-
-        return run
+        return partial(serving.verify, *_heads(mixer, qkv), a, b, w=w, **self._options(mixer))
 
     def _options(self, mixer: RecurrentMixer) -> dict[str, Any]:
         """Options of a layer that `serving.decode` and `serving.verify` have in common."""
@@ -201,12 +184,8 @@ class Erasing(Recurrent):
         return serving.erase_then_delta_decode(*tokens, state, read_slots=slots, **self._options(mixer))
 
     def _rule(self, mixer: Any, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
-        def run(state: Any, state_slots: Indices, num_accepted_tokens: Indices) -> tuple[Array, Any]:
-            spans = dict(state_slots=state_slots, num_accepted_tokens=num_accepted_tokens)
-            tokens = *_heads(mixer, qkv), *self._erasure(mixer, x)
-            return serving.erase_then_delta_verify(*tokens, state, **spans, **self._options(mixer))
-
-        return run
+        tokens = *_heads(mixer, qkv), *self._erasure(mixer, x)
+        return partial(serving.erase_then_delta_verify, *tokens, **self._options(mixer))
 
     def _options(self, mixer: Any) -> dict[str, Any]:
         return super()._options(mixer) | {"bound": mixer.bound}

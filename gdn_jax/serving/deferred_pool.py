@@ -137,7 +137,8 @@ class DeferredPool(Pool, of=RingPool):
 
     def on_trial(self, run: Verify, at: Any, T: int) -> tuple[Array, Accept]:
         """See `step.on_trial`: the tokens are appended to the rings, and those not accepted are dropped."""
-        o, arrays = run(self.arrays, at, jnp.ones(at.shape, jnp.int32))
+        ones = jnp.ones(at.shape, jnp.int32)
+        o, arrays = run(self.arrays, state_slots=at, num_accepted_tokens=ones)
 
         def accept(count: Array) -> Any:
             rings, spans = self.holding(arrays), Spans(at, count)

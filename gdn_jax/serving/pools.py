@@ -30,8 +30,9 @@ GRID = 64
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 """Names of the implementations of decode and verify, fastest first."""
 
-Verify = Callable[[Any, Any, Any], tuple[Array, Any]]
-"""(arrays, state_slots, num_accepted_tokens) -> outputs [N, T, ...], arrays: a call of `verify` of some tokens."""
+Verify = Callable[..., tuple[Array, Any]]
+"""A call of `verify` of some tokens: from arrays, and by name state_slots and num_accepted_tokens, to the outputs
+[N, T, ...] and arrays."""
 Accept = Callable[[Int[Array, " N"]], Any]
 """Arrays after the first of the tokens of each request, 1 or more."""
 
@@ -213,14 +214,15 @@ class Pool:
         N, ones = at.shape[0], jnp.ones(at.shape, jnp.int32)
         address = self.address(at, None)
 
-        def only(slots_of: Array, count: Array) -> tuple[Array, Array]:
+        def only(slots_of: Array, count: Array) -> dict[str, Array]:
             """The state after the first `count` tokens goes where they start, the others nowhere."""
-            return jnp.where(jnp.arange(T) == count[:, None] - 1, slots_of[:, None], -1), count
+            state_slots = jnp.where(jnp.arange(T) == count[:, None] - 1, slots_of[:, None], -1)
+            return dict(state_slots=state_slots, num_accepted_tokens=count)
 
         rows = jnp.where(address.is_slot, jnp.arange(N, dtype=jnp.int32), -1)
-        o, _ = run(slots.take(self.arrays, address), *only(rows, ones))
+        o, _ = run(slots.take(self.arrays, address), **only(rows, ones))
         whole = jnp.where(address.is_slot, address.slot, -1)
-        return o, lambda count: run(self.arrays, *only(whole, count))[1]
+        return o, lambda count: run(self.arrays, **only(whole, count))[1]
 
     def advance(self, call: Call, raw: Any, states: Array, spans: Spans | None) -> tuple[Array, Array]:
         """Outputs of a token of every request and the states after it, or with spans those of each token."""

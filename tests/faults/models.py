@@ -77,8 +77,8 @@ FAULTS = (
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
-        "                **self._options(mixer),\n",
-        '                **self._options(mixer) | {"allow_neg_eigval": False},\n',
+        "a, b, w=w, **self._options(mixer))",
+        'a, b, w=w, **self._options(mixer) | {"allow_neg_eigval": False})',
         "tests/serving/test_serving_batching.py::test_speculative_decoding",
     ),
     Fault(
@@ -95,8 +95,8 @@ FAULTS = (
     ),
     Fault(
         "drafts of a served model that are wrong stay in its recurrent layers",
-        "return o, lambda count: run(self.arrays, *only(whole, count))[1]",
-        "return o, lambda count: run(self.arrays, *only(whole, jnp.full_like(count, T)))[1]",
+        "return o, lambda count: run(self.arrays, **only(whole, count))[1]",
+        "return o, lambda count: run(self.arrays, **only(whole, jnp.full_like(count, T)))[1]",
         "tests/models/test_served_drafts.py::test_every_request_gets_what_generate_gives",
     ),
     Fault(
