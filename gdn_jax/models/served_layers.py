@@ -20,7 +20,7 @@ from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
 from gdn_jax.serving.byte_states import of_dtype
 from gdn_jax.serving.call import At, Spans
-from gdn_jax.serving.pools import Accept, Verify
+from gdn_jax.serving.pools import Accept, Run
 from gdn_jax.serving.slots import Address, Indices
 from gdn_jax.serving.states import StatePool
 from gdn_jax.serving.step import draft_slots, on_trial
@@ -78,21 +78,13 @@ class Recurrent:
             mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
         )
         options = addresses | dict(use_qk_l2norm=True, batch_invariant=self._batch_invariant)
-        o, state = self._prompts(mixer, x, _heads(mixer, qkv), cu_seqlens, pool.state, options)
+        o, state = self._prompts(mixer, x, qkv)(cu_seqlens, pool.state, **options)
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
-    def _prompts(
-        self,
-        mixer: Any,
-        x: Float[Array, "1 T D"],
-        qkv: tuple[Array, Array, Array],
-        cu_seqlens: Indices,
-        state: Any,
-        options: dict,
-    ) -> tuple[Float[Array, "1 T HO V"], Any]:
+    def _prompts(self, mixer: Any, x: Float[Array, "1 T D"], qkv: Float[Array, "1 T C"]) -> Run:
         """The rule of prompts, after the convolution."""
         g, beta, erase, write = mixer.gates(*mixer.raw_gates(x))
-        return serving.prefill(*qkv, g, beta, cu_seqlens, state, erase=erase, write=write, **options)
+        return partial(serving.prefill, *_heads(mixer, qkv), g, beta, erase=erase, write=write)
 
     def decode(
         self, mixer: RecurrentMixer, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
@@ -100,15 +92,13 @@ class Recurrent:
         """One token of every request."""
         qkv = mixer.project_qkv(x)[:, 0]
         qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
-        o, state = self._token(mixer, x, qkv, pool.state, slots)
+        o, state = self._token(mixer, x, qkv)(pool.state, read_slots=slots)
         return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
 
-    def _token(
-        self, mixer: Any, x: Float[Array, "B 1 D"], qkv: Float[Array, "B C"], state: Any, slots: Indices
-    ) -> tuple[Float[Array, "B HO V"], Any]:
+    def _token(self, mixer: Any, x: Float[Array, "B 1 D"], qkv: Float[Array, "B C"]) -> Run:
         """The rule of one token of every request, after the convolution."""
         a, b, w = jax.tree.map(lambda y: y[:, 0], mixer.raw_gates(x))
-        return serving.decode_packed(qkv, a, b, state, w=w, read_slots=slots, **self._options(mixer))
+        return partial(serving.decode_packed, qkv, a, b, w=w, **self._options(mixer))
 
     def verify(
         self,
@@ -134,12 +124,12 @@ class Recurrent:
         o, accept_state = on_trial(self._rule(mixer, x, qkv), pool.state, slots, T)
         return mixer.rule_output(o, x), lambda count: LayerPools(accept_window(count), accept_state(count))
 
-    def _window(self, mixer: RecurrentMixer, x: Float[Array, "N T D"]) -> Verify:
+    def _window(self, mixer: RecurrentMixer, x: Float[Array, "N T D"]) -> Run:
         """The convolution of tokens and their drafts."""
         weight, bias = mixer.filters()
         return partial(serving.causal_conv1d_verify, mixer.project_qkv(x), weight=weight, bias=bias)
 
-    def _rule(self, mixer: RecurrentMixer, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
+    def _rule(self, mixer: RecurrentMixer, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Run:
         """The rule of tokens and their drafts, after the convolution."""
         a, b, w = mixer.raw_gates(x)
         return partial(serving.verify, *_heads(mixer, qkv), a, b, w=w, **self._options(mixer))
@@ -163,27 +153,16 @@ class Erasing(Recurrent):
 
     entries = 2
 
-    def _prompts(
-        self,
-        mixer: Any,
-        x: Float[Array, "1 T D"],
-        qkv: tuple[Array, Array, Array],
-        cu_seqlens: Indices,
-        state: Any,
-        options: dict,
-    ) -> tuple[Float[Array, "1 T HO V"], Any]:
+    def _prompts(self, mixer: Any, x: Float[Array, "1 T D"], qkv: Float[Array, "1 T C"]) -> Run:
         g, beta, strength, _ = mixer.gates(*mixer.raw_gates(x))
-        erasure = mixer.erase_keys(x), strength
-        return serving.erase_then_delta_prefill(*qkv, g, beta, *erasure, cu_seqlens, state, **options)
+        tokens = *_heads(mixer, qkv), g, beta, mixer.erase_keys(x), strength
+        return partial(serving.erase_then_delta_prefill, *tokens)
 
-    def _token(
-        self, mixer: Any, x: Float[Array, "B 1 D"], qkv: Float[Array, "B C"], state: Any, slots: Indices
-    ) -> tuple[Float[Array, "B HO V"], Any]:
-        a, b, e, w = (y[:, 0] for y in self._erasure(mixer, x))
-        tokens = *_heads(mixer, qkv), a, b, e, w
-        return serving.erase_then_delta_decode(*tokens, state, read_slots=slots, **self._options(mixer))
+    def _token(self, mixer: Any, x: Float[Array, "B 1 D"], qkv: Float[Array, "B C"]) -> Run:
+        gates = (y[:, 0] for y in self._erasure(mixer, x))
+        return partial(serving.erase_then_delta_decode, *_heads(mixer, qkv), *gates, **self._options(mixer))
 
-    def _rule(self, mixer: Any, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Verify:
+    def _rule(self, mixer: Any, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Run:
         tokens = *_heads(mixer, qkv), *self._erasure(mixer, x)
         return partial(serving.erase_then_delta_verify, *tokens, **self._options(mixer))
 

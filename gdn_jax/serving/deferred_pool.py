@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from gdn_jax.serving import kernels, shards, slots
 from gdn_jax.serving.call import At, Call, Spans
 from gdn_jax.serving.deferred import Entry
-from gdn_jax.serving.pools import Accept, Pool, Verify, outputs
+from gdn_jax.serving.pools import Accept, Pool, Run, outputs
 from gdn_jax.serving.ring_arrays import RingPool, append, check_ring, drop, put_counts, put_parents
 from gdn_jax.serving.slots import Address
 from gdn_jax.serving.states import opened
@@ -135,7 +135,7 @@ class DeferredPool(Pool, of=RingPool):
         ring = put_counts(ring, at, entry.count + added, entry.count)
         return outputs(out.o, spans.is_token(T) & at.is_slot[:, None], raw), self.holding(ring)
 
-    def on_trial(self, run: Verify, at: Any, T: int) -> tuple[Array, Accept]:
+    def on_trial(self, run: Run, at: Any, T: int) -> tuple[Array, Accept]:
         """See `step.on_trial`: the tokens are appended to the rings, and those not accepted are dropped."""
         ones = jnp.ones(at.shape, jnp.int32)
         o, arrays = run(self.arrays, state_slots=at, num_accepted_tokens=ones)

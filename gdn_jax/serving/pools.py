@@ -30,9 +30,10 @@ GRID = 64
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 """Names of the implementations of decode and verify, fastest first."""
 
-Verify = Callable[..., tuple[Array, Any]]
-"""A call of `verify` of some tokens: from arrays, and by name state_slots and num_accepted_tokens, to the outputs
-[N, T, ...] and arrays."""
+Run = Callable[..., tuple[Array, Any]]
+"""An operation of a pool with its tokens given: from arrays, and slots by the operation's names, to outputs, arrays.
+
+That of a trial is `verify`."""
 Accept = Callable[[Int[Array, " N"]], Any]
 """Arrays after the first of the tokens of each request, 1 or more."""
 
@@ -209,7 +210,7 @@ class Pool:
         is_token = spans.is_token(raw[0].shape[1]) & start.is_slot[:, None]
         return outputs(o, is_token, raw), self.put(after, states)
 
-    def on_trial(self, run: Verify, at: Any, T: int) -> tuple[Array, Accept]:
+    def on_trial(self, run: Run, at: Any, T: int) -> tuple[Array, Accept]:
         """See `step.on_trial`: the tokens are read on copies, and what is accepted is read once more."""
         N, ones = at.shape[0], jnp.ones(at.shape, jnp.int32)
         address = self.address(at, None)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import At, Call, Spans
-from gdn_jax.serving.pools import Accept, Pool, Verify
+from gdn_jax.serving.pools import Accept, Pool, Run
 from gdn_jax.serving.ring_arrays import Arrays
 from gdn_jax.serving.slots import Indices
 from gdn_jax.serving.states import opened
@@ -214,7 +214,7 @@ def draft_slots(arrays: Arrays, state_slots: Indices) -> Indices:
     return state_slots if opened(arrays, STATE_LAYOUTS[0]).slot_per_token else state_slots[:, 0]
 
 
-def on_trial(run: Verify, arrays: Arrays, slots: Indices, T: int) -> tuple[Array, Accept]:
+def on_trial(run: Run, arrays: Arrays, slots: Indices, T: int) -> tuple[Array, Accept]:
     """Tokens of which the caller accepts some within the same program.
 
     Args:

@@ -77,8 +77,8 @@ FAULTS = (
     ),
     Fault(
         "verify of a served model forgets negative eigenvalues",
-        "a, b, w=w, **self._options(mixer))",
-        'a, b, w=w, **self._options(mixer) | {"allow_neg_eigval": False})',
+        "_heads(mixer, qkv), a, b, w=w, **self._options(mixer))",
+        '_heads(mixer, qkv), a, b, w=w, **self._options(mixer) | {"allow_neg_eigval": False})',
         "tests/serving/test_serving_batching.py::test_speculative_decoding",
     ),
     Fault(
