@@ -19,8 +19,10 @@ import gdn_jax
 from gdn_jax import partitioning, serving
 from gdn_jax.bench.collectives import traffic
 from gdn_jax.serving import shards
+from gdn_jax.serving.call import At, Call
 from gdn_jax.serving.deferred_pool import DeferredPool
 from gdn_jax.serving.states import StatePool
+from gdn_jax.serving.tokens import Raw
 from gdn_jax.serving.windows import WindowPool
 from pallas_kernels.device import launch
 
@@ -260,6 +262,38 @@ def test_a_pool_split_by_slots_is_gathered(shardy):
     o, pool = compiled(placed)
     np.testing.assert_allclose(o, expected, rtol=1e-5, atol=1e-5)
     assert traffic(compiled.as_text()).count["all-gather"] and pool.sharding.is_equivalent_to(over_slots, 4)
+
+
+class Cache(StatePool):
+    """States of rows, in place of the kernel that knows where they lie."""
+
+    is_opaque = True
+
+    def decode(self, call, raw, at):
+        assert at.are_rows
+        return super().decode(call, raw, At(jnp.arange(self.size)))
+
+
+@settings
+def test_rows_of_a_cache_are_split_too(setting):
+    """A cache is a pool whose slots are the rows of a call: a device has its heads of its rows, and sends nothing."""
+    (kind, shardy), x = SETTINGS[setting], arrays()
+    mesh, over_both = mesh_of((2, 4), ("r", "d"), kind), spec("r", "d")
+    raw = Raw(*(y[:2, 0] for y in x["tokens"]), w=None, **x["gates"])
+    lies = Raw(*[over_both] * 5, w=None, A_log=spec("d"), dt_bias=spec("d"))
+    placed = jax.tree.map(lambda y, where: jax.device_put(y, NamedSharding(mesh, where)), raw, lies)
+    pool = jax.device_put(x["pool"][:2], NamedSharding(mesh, over_both))
+
+    def run(pool, raw):
+        return shards.by_heads((Cache.decode, Call(0.5)), Cache(pool), raw, At(None))
+
+    expected = jax.jit(run)(x["pool"][:2], raw)
+    with meshes.partitioner(shardy):
+        compiled = jax.jit(run).lower(pool, placed).compile()
+    assert not traffic(compiled.as_text()).count
+    for got, want in zip(compiled(pool, placed), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert got.addressable_shards[0].data.shape[:2] == (1, 4)
 
 
 @pytest.mark.slow
