@@ -46,7 +46,7 @@ def quantised(weight: Float[Array, "*E F D"]) -> tuple[Float[Array, "*E F D"], F
     around = [(0, 0)] * (weight.ndim - 2) + [(0, -F % BLOCK), (0, -D % BLOCK)]
     blocks = jnp.pad(jnp.abs(wide), around).reshape(*weight.shape[:-2], -(-F // BLOCK), BLOCK, -1, BLOCK)
     scales = jnp.maximum(jnp.max(blocks, axis=(-3, -1)) / LARGEST, SMALLEST_SCALE)
-    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)
+    scales = lax.reduce_precision(scales, 8, 7)  # of bfloat16; XLA drops a cast to it and back on a GPU
     scales = jnp.repeat(scales, BLOCK, axis=-2)[..., :F, :]
     return (wide / _spread(scales, D)).astype(jnp.float8_e4m3fn), scales
 
