@@ -47,7 +47,7 @@ def on_shards(
       args: pytrees of arrays or None.
       operands: for each argument the names of its dimensions, a string such as "b t h k" in place of every array; "."
         is a dimension of no name.
-      results: the same of f's results, from their shapes. "+b" behind the names: f of a shard of "b" gives a part of
+      results: the same of f's results, from their shapes. "+b" after the names: f of a shard of "b" gives a part of
         a sum, which is taken over all shards.
       sizes: how many equal parts each name that may be split has at most.
 

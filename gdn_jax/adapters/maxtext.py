@@ -122,7 +122,7 @@ def jax_ar_gated_delta_rule(
         ("value", value, "B, 1, HV, V"),
         ("g", g, "B, 1, HV"),
         ("beta", beta, "B, 1, HV"),
-    ):  # tokens behind the first would not be read
+    ):  # tokens after the first would not be read
         check_array(name, x, tuple(1 if letter == "1" else None for letter in letters.split(", ")), letters)
         check_floating(name, x)
     check_array("initial_state", initial_state, (None,) * 4, "B, HV, K, V")

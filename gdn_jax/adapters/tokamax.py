@@ -174,7 +174,7 @@ def _number_of_states(segment_ids: Any, initial_state: Any, max_num_segments: in
 def _by_sequence(
     rule: Any, tokens: tuple[jax.Array, ...], states: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The rule with a state for every sequence of every row: they are packed behind one another, padding last."""
+    """The rule with a state for every sequence of every row: they are packed one after another, padding last."""
     B, N = states.shape[:2]
     segment_ids = widened(segment_ids)
     is_token = (segment_ids > 0) & (segment_ids <= N)

@@ -36,7 +36,7 @@ class Result(NamedTuple):
     failure: str | None = None
 
     def values(self) -> dict[str, Any]:
-        """Everything that is known, by the name that it has in the table and in the JSON."""
+        """Returns the known values, keyed by their names in the table and the JSON."""
         values = self.about | (self.timing._asdict() if self.timing else {}) | self.numbers
         if self.errors:
             values["error"] = max(self.errors.values())

@@ -120,7 +120,7 @@ def _is_name(place: str) -> bool:
 
 
 def stays_inside(file: Path, folder: Path) -> bool:
-    """Tells whether a file of a checkpoint lies where the checkpoint does, also where it is a link.
+    """Tells whether a checkpoint's file, or the target of its link, lies in the checkpoint's folder or its cache.
 
     A folder in the cache of Hugging Face's hub, models--NAME/snapshots/REVISION, is made of links into
     models--NAME/blobs.

@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention, latent attention without positions, experts by sigmoids behind dense layers.
+"""Kimi Linear: Kimi Delta Attention, latent attention without positions, experts by sigmoids after dense layers.
 
 Files that transformers writes and published ones differ in the fields of config.json and the names of the dense
 layers; both are opened. Source: `modeling_kimi_linear.py` of transformers.

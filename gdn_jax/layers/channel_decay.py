@@ -190,7 +190,7 @@ class ChannelDecayMixer(RecurrentMixer):
         return self.use_short_conv and self.bound == "sigmoid"
 
     def factors(self, name: str) -> list[Any]:
-        """The projections to the decay, "f", or to the output gate, "g", one behind the other."""
+        """The projections to the decay, "f", or to the output gate, "g", one after the other."""
         names = (f"{name}_proj", f"{name}_a_proj", f"{name}_b_proj")
         return [getattr(self, name) for name in names if hasattr(self, name)]
 

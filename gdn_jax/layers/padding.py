@@ -53,7 +53,7 @@ def clear_padding(
 
     Args:
       x: inputs of a layer.
-      mask, segment_ids, cu_seqlens: what it was called with; padding is False in mask, and behind cu_seqlens[-1].
+      mask, segment_ids, cu_seqlens: what it was called with; padding is False in mask, and after cu_seqlens[-1].
     """
     T = x.shape[1]
     if cu_seqlens is not None:

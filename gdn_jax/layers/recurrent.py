@@ -344,11 +344,11 @@ class RecurrentMixer(nnx.Module):
         return None
 
     def _is_a_token(self, x, past, cu_seqlens) -> bool:
-        """Whether a call is one token of every row behind others."""
+        """Whether a call is one token of every row after others."""
         return past is not None and x.shape[1] == 1 and cu_seqlens is None
 
     def _convolve_qkv(self, heads: KeyHeads, qkv, past, mask, segment_ids, cu_seqlens):
-        """q, k [B, T, H, K] and v [B, T, HV, V] behind the convolution, and its new state."""
+        """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution, and its new state."""
         if self.conv_weight is None or mask is not None or self._is_a_token(qkv, past, cu_seqlens):
             y, state = self._convolve(qkv, past, mask, segment_ids, cu_seqlens)
             q, k, v = split_normalized(y, *heads)
@@ -360,7 +360,7 @@ class RecurrentMixer(nnx.Module):
         return q, k, v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim), state
 
     def _convolve(self, x, past, mask, segment_ids, cu_seqlens):
-        """Channels [B, T, conv_dim] behind the convolution in plain JAX, and its new state."""
+        """Channels [B, T, conv_dim] after the convolution in plain JAX, and its new state."""
         if self._is_a_token(x, past, cu_seqlens):
             return self.convolve_token(x, past, mask)
         if self.conv_weight is None:

@@ -88,7 +88,7 @@ def multiplied_parameters(config: ModelConfig) -> int:
 
 
 def parameters_of_step(config: ModelConfig, rows: int) -> float:
-    """Values that a step of so many rows, a token of each, is multiplied by at least once.
+    """Number of weights that a step of `rows` rows, a token of each, reads at least once.
 
     Where rows choose experts at random, this is the mean: an expert is left out by a row with 1 - per_token /
     num_experts, and by all with that to the power of rows.

@@ -149,8 +149,8 @@ class ServedModel:
     ) -> tuple[Int[Array, " B"] | Chain, Any]:
         """One token of every request, or with drafts several: the next ones, and the pools.
 
-        A draft is right where the token that is drawn, or the likeliest one, is the same: so tokens have the
-        probabilities of the model's logits, whatever the drafts are, and are those that are drawn without drafts.
+        A request accepts a draft if it equals the token that the model draws there, or the likeliest one without
+        draws. So drafts change neither the tokens nor their probabilities.
 
         Args:
           params: `self.params`.

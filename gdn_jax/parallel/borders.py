@@ -20,7 +20,7 @@ class Borders(NamedTuple):
     enters: Bool[Array, ""]
     """True where a sequence crosses the first border: it comes from the device before."""
     leaves: Bool[Array, ""]
-    """True where a sequence crosses the last border: it goes on at the device behind."""
+    """True where a sequence crosses the last border: it goes on at the next device."""
     passes: Bool[Array, ""]
     """True where one sequence crosses both borders."""
 

@@ -93,11 +93,11 @@ class Tiles(NamedTuple):
     """Rows in tiles, each of one expert."""
 
     x: Float[Array, "M D"]
-    """The rows of the tiles one behind the other."""
+    """The rows of the tiles one after the other."""
     experts: Int[Array, " tiles"]
     used: Int[Array, "1"]
     places: Int[Array, "N k"]
-    """Where each choice lies; behind all tiles, or -1, where it is nobody's."""
+    """Where each choice lies; after all tiles, or -1, where it is nobody's."""
 
 
 class Shares(NamedTuple):
@@ -110,7 +110,7 @@ class Shares(NamedTuple):
     experts: Int[Array, " tiles"]
     """The expert of each tile."""
     places: Int[Array, "N k"]
-    """Where each choice lies; behind all tiles where it is nobody's."""
+    """Where each choice lies; after all tiles where it is nobody's."""
     pairs: Int[Array, " M"]
     """The choice that lies in each place, n k + j; N k in those that fill a tile up."""
 

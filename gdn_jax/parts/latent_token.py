@@ -13,7 +13,7 @@ class Latents(NamedTuple):
     """The static part of a call of `latent_token`."""
 
     kv: int
-    """First channel of c before its norm; k_r is behind it."""
+    """First channel of c before its norm; k_r comes after it."""
     gate: int | None
     """First channel of the gates of the heads; None where there are none."""
     scale: float
@@ -36,7 +36,7 @@ class LatentToken(NamedTuple):
     values: Float[Array, "H V C"]
     """Matrix of each head that makes values of c."""
     k: Float[Array, "1 S 1 R"]
-    """Cache of k_r behind the turn, the firsts of all pairs before the seconds."""
+    """Cache of k_r after its rotation, the firsts of all pairs before the seconds."""
     v: Float[Array, "1 S 1 C"]
     """Cache of c."""
     length: Int[Array, "1"]
@@ -69,8 +69,9 @@ def latent_token(
       latents: what is static.
 
     Returns:
-      y [1, H V] in q's dtype, side by side, both caches, and how many tokens they hold. A token for which there is no
-      slot takes the last one, and its y is NaN. Numerics: float32; c and k_r are rounded as they lie in the cache.
+      y [1, H V] in q's dtype, side by side, both caches, and how many tokens they hold. A token without a
+      free slot overwrites the last one, and its y is NaN. Numerics: float32; c and k_r are rounded as they lie in
+      the cache.
     """
     from pallas_kernels.layer.latent_row import Places, latent_row
 

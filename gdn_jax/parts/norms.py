@@ -1,4 +1,4 @@
-"""RMSNorm with the sum before it, and RMSNorm of each head with the gate and the projection behind it.
+"""RMSNorm with the sum before it, and RMSNorm of each head with the gate and the projection after it.
 
 The kernels' results can be differentiated once, in reverse.
 """

@@ -240,7 +240,7 @@ class Addend(NamedTuple):
     value: Float[Array, "*S D"]
     cotangent: Operand
     """Zeros that nothing reads and XLA does not make. Their cotangent is the operand that the backward pass makes of
-    the cotangent of `value`: the norm behind the sum gives it here, already in 8 bits, and then none for `value`."""
+    the cotangent of `value`: the norm after the sum gives it here, already in 8 bits, and then none for `value`."""
 
     @classmethod
     def of(cls, value: Float[Array, "*S D"], policy: Float8) -> "Addend":

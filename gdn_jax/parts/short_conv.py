@@ -111,7 +111,7 @@ def filtered_gradients(
       saved: x, weight and fresh.
       cotangents: of q, k and v.
       others: where x has more than D channels, the cotangents of the next few, and an array like x of which the rest
-        is that of the channels behind these. What the array holds before them is overwritten.
+        is that of the channels after these. What the array holds before them is overwritten.
     """
     args = (*saved, *cotangents, *(others or (None, None)))
     operands = (*_OPERANDS, *_RESULTS, "b . .", "b . .")

@@ -88,7 +88,7 @@ def strengths(beta: Any, erase: Any, write: Any) -> tuple[Any, Any]:
 
 
 def check_chunk_size(chunk_size: Any) -> None:
-    """Raises ValueError unless chunks may have so many tokens."""
+    """Raises ValueError unless `chunk_size` is a number of tokens that chunks may have."""
     # 64.0 == 64, but is no number of tokens.
     check_choice("chunk_size", chunk_size if isinstance(chunk_size, int) else str(chunk_size), CHUNK_SIZES)
 

@@ -53,7 +53,7 @@ class Arrays(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Everything that a call is compiled for, besides shapes; by plain forms and by kernels."""
+    """Options of a call. Plain forms and kernels are compiled for each value, as for each shape."""
 
     use_qk_l2norm: bool
     state_layout: str
@@ -107,7 +107,7 @@ class RuleAxes(NamedTuple):
         return self.inputs.v, self.inputs.initial_state
 
     def shard(self, x: Arrays, shards: int) -> Arrays:
-        """Shapes of one of so many shards, of which rows give as many as they can."""
+        """Shapes of one of `shards` shards: rows are split as far as they divide, then heads."""
         rows = math.gcd(self.sizes["b"], shards)
         parts = {"b": rows, "h": math.gcd(self.sizes["h"], shards // rows)}
 

@@ -1,4 +1,4 @@
-"""Mamba2's rule, S <- exp(g) S + beta k v^T: decay. It has a write strength of its own instead of its time step."""
+"""Mamba2's rule, S <- exp(g) S + beta k v^T: decay. A write strength replaces the time step of the paper."""
 
 from gdn_jax.rules import linear
 from gdn_jax.rules.rule import Rule

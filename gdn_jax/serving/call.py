@@ -82,7 +82,7 @@ class At(NamedTuple):
         return self.read_slots is None
 
     def check(self, pool: Any, letters: str, number: int | None, *, unique: bool = True) -> None:
-        """Raises ValueError unless there are so many slots to read and to write, and where known values are wrong.
+        """Raises ValueError unless `number` slots are read and written, and where known values are wrong.
 
         Args:
           unique: whether the pool is changed: no slot may come twice then.

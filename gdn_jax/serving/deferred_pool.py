@@ -173,7 +173,7 @@ class DeferredPool(Pool, of=RingPool):
         return at.only((accepted >= 1) & (accepted <= self.most_accepted(raw.q.shape[1])))
 
     def _entry(self, at: Address, dtype) -> Entry:
-        """Slots as the algebra takes them. What lies behind a ring's tokens is cleared, whatever it is."""
+        """Slots as the algebra takes them. What lies after a ring's tokens is cleared, whatever it is."""
         rings: Any = {"state": None}  # which their own pool takes out
         held: RingPool = slots.take(self.arrays._replace(**rings), at)
         real = jnp.arange(held.length) < held.count[:, None]

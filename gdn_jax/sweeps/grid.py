@@ -110,7 +110,7 @@ def _is_curve(x: Any) -> bool:
 
 
 def starts(options: SweepOptions) -> list[Start]:
-    """Everything that runs start with."""
+    """Returns the starts of a sweep's runs: each write start with each time step."""
     o = options.sweep
     return [Start(*x) for x in itertools.product(o.write_starts or (None,), o.time_steps or (None,))]
 

@@ -93,7 +93,7 @@ class GridOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SweepOptions[T: TaskOptions]:
-    """Everything that a sweep depends on."""
+    """All options of a sweep."""
 
     task: T
     sweep: GridOptions = GridOptions()

@@ -20,7 +20,7 @@ class Scored(NamedTuple):
     Fields:
       names: of the sets, and the slices of them.
       batch: the sequences; its weights are of no use.
-      weights: of the predictions in each set; what is behind that of the last name is zero.
+      weights: of the predictions in each set; what is after that of the last name is zero.
       most: predictions of a row that count, at most, in all batches of this shape.
     """
 

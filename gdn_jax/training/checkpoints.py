@@ -31,7 +31,7 @@ class Restored(NamedTuple):
     """A checkpoint that was read.
 
     Fields:
-      step: optimiser steps behind it.
+      step: optimiser steps that led to it.
       state: arrays of the training.
       facts: the JSON object that was saved with them.
       damaged: later checkpoints that could not be read, by step, with the reason.

@@ -36,7 +36,7 @@ class TrainedRun:
       path: of the folder.
       config: its config.json.
       options: of the run.
-      step: optimiser steps behind the weights.
+      step: optimiser steps that led to the weights.
       model: with these weights.
       damaged: later checkpoints that could not be read, by step, with the reason.
     """

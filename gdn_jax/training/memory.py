@@ -52,7 +52,7 @@ def available() -> int:
 
 
 def check(model: SizeOptions, vocab_size: int, batch: int, piece: int, length: int, runs: int = 1) -> None:
-    """Raises RunError where so many runs side by side cannot fit into memory; see `least`."""
+    """Raises RunError where `runs` runs at once cannot fit into memory; see `least`."""
     needed, there = runs * least(model, vocab_size, batch, piece, length), available()
     if needed > there:
         weights = 4 * _FLOAT * runs * fewest_parameters(model, vocab_size)

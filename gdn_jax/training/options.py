@@ -253,7 +253,7 @@ class OptimizerOptions(ScheduleOptions):
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions[T: TaskOptions]:
-    """Everything that a run depends on."""
+    """All options of a run."""
 
     task: T
     run: RunOptions = RunOptions()

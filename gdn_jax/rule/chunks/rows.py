@@ -30,7 +30,7 @@ def in_stretches(
     initial_state: jax.Array | None,
     scale: float | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and final states of rows that are computed in stretches of so many tokens, one after another.
+    """Outputs and final states of rows that are computed in stretches of `tokens` tokens, one after another.
 
     Args:
       run: maps the arrays of a stretch, the states before it and the scale to outputs and the states after it. Its

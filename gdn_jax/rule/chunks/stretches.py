@@ -2,7 +2,7 @@
 
 What `rows.in_stretches` is for whole rows: the temporary arrays are those of one stretch. But the inputs are gathered
 in chunks all at once, and so are their cotangents. A chunk that is the last of its sequence passes nothing on; the
-one behind it starts from the state of its own sequence.
+one after it starts from the state of its own sequence.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def packed_in_stretches(
     initial_state: jax.Array | None,
     scale: float | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and final states of packed sequences, so many chunks at a time.
+    """Outputs and final states of packed sequences, `chunks` chunks at a time.
 
     Args:
       run: maps a `ChunkRow`, the arrays of its chunks [chunks, 1, C, heads, ...], the state before it and the scale
@@ -42,7 +42,7 @@ def packed_in_stretches(
     counts = tuple(y.shape[2] for y in arrays[:4])
 
     def stretches(x: jax.Array) -> jax.Array:
-        """[L, ...] to [stretches, chunks, ...]; chunks behind the last own no token."""
+        """[L, ...] to [stretches, chunks, ...]; chunks after the last own no token."""
         x = jnp.pad(x, ((0, -L % chunks),) + ((0, 0),) * (x.ndim - 1))
         return x.reshape(-1, chunks, *x.shape[1:])
 
@@ -108,7 +108,7 @@ class ChunkRow(Row):
     ) -> tuple[States, Any]:
         """Solves the recurrence as `Row.solve` does, from one state [1, HO, K, V].
 
-        Beside the states it returns the one behind the stretch and those at the ends of sequences [chunks, HO, K, V],
+        Beside the states it returns the one after the stretch and those at the ends of sequences [chunks, HO, K, V],
         each in the place of the last chunk of its sequence; 0 in the place of other chunks.
         """
         assert initial_state is not None

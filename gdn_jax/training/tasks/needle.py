@@ -1,4 +1,4 @@
-"""A needle in a haystack: a few values behind a marker, asked for at the end.
+"""A needle in a haystack: a few values after a marker, asked for at the end.
 
     . . . . ! v1 v2 . . . . . . . ? v1        v1 must be predicted at the question mark, v2 after it
 
@@ -119,7 +119,7 @@ def void_pairs(
       num_pairs: pairs of the needle; no key comes twice among them.
 
     Returns:
-      tokens; targets, the needle's value at the keys behind the question (0 elsewhere); and where those are.
+      tokens; targets, the needle's value at the keys after the question (0 elsewhere); and where those are.
     """
     half, hay = num_tokens // 2, length - 4 * num_pairs - 2
 
