@@ -72,8 +72,6 @@ class RunOptions:
     mesh: Annotated[str | None, PerStart] = None
     """Split the work over all devices of all processes, as in data=2,head=2,context=2: rows, heads, and tokens of a
     row. With ,sharded the devices of data share the parameters. A resumed run may have another mesh."""
-    overlap: Annotated[bool, PerStart] = False
-    """On several GPUs, send gradients and weights while others are computed. The step needs more memory."""
     max_minutes: Annotated[float | None, PerStart, Positive] = None
     """Save and stop after this many minutes of training. --resume continues."""
 

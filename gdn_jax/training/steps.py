@@ -349,7 +349,6 @@ def make_functions(
     shardings: TrainState | None = None,
     mtp_weight: float = 0.0,
     start: Start = empty,
-    overlap: bool = False,
 ) -> Functions:
     """Compiled step functions of a model.
 
@@ -359,7 +358,6 @@ def make_functions(
       deterministic: on a GPU, compile without atomics and without choosing kernels by timing them, either of
         which makes two runs differ in the last bits. (Two and a resumed run of 60 steps agree on one H200 with
         it, jax 0.11.2, and do not without; a CPU agrees in any case.)
-      overlap: see `compiler_flags`.
     """
 
     def train(rest: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -374,7 +372,7 @@ def make_functions(
     ) -> Sums:
         return sums_by_weights(graphdef, rest, params, batch, jnp.stack(weights))
 
-    flags = compiler_flags(deterministic, overlap)
+    flags = compiler_flags(deterministic)
     where: dict[str, Any] = {} if shardings is None else {"out_shardings": (shardings, None)}
     return Functions(
         jax.jit(train, donate_argnums=1, compiler_options=flags, **where),
@@ -383,21 +381,9 @@ def make_functions(
     )
 
 
-OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
-"""Options of XLA with which a GPU sums gradients over devices while it computes others."""
-
-
-def compiler_flags(deterministic: bool, overlap: bool = False) -> dict[str, bool] | None:
-    """Returns options of `jax.jit` for the present device; None on all but a GPU.
-
-    Args:
-      deterministic: a run is repeated bit for bit.
-      overlap: collectives run next to computations that do not need them, for more temporary memory.
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    flags = ({"xla_gpu_deterministic_ops": True} if deterministic else {}) | (OVERLAP if overlap else {})
-    return flags or None
+def compiler_flags(deterministic: bool) -> dict[str, bool] | None:
+    """Returns options of `jax.jit` with which the present device repeats a run bit for bit."""
+    return {"xla_gpu_deterministic_ops": True} if deterministic and jax.default_backend() == "gpu" else None
 
 
 def mean(sums: list[Sums]) -> tuple[float, float]:

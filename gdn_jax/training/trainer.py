@@ -120,7 +120,6 @@ class Trainer:
                 shardings,
                 options.model.mtp_weight,
                 STARTS[options.run.start],
-                run.overlap and placement.shape.size > 1,
             )
             try:
                 jax.eval_shape(functions.train, rest, state, placement.batch(batch))
