@@ -30,9 +30,9 @@ measures all of it, on one GPU in one run:
     gdn bench all --json times.json
 
 It took 322 s on an H200 (2026-11-29), most of it compiling, in two calls: `--resume` went on after the first three
-parts. It checks results before it times them. `gdn bench all --help` names its parts, and `gdn bench --help` the benchmarks
-with more sizes. [Tables of earlier versions](log/tables.md) have more shapes, memory, and what single changes gained;
-the [log](log/README.md) has what was tried.
+parts. It checks results before it times them. `gdn bench all --help` names its parts, and `gdn bench --help` the
+benchmarks with more sizes. [Tables of earlier versions](log/tables.md) have more shapes, memory, and what single
+changes gained; the [log](log/README.md) has what was tried.
 
 ## How to read the tables
 

@@ -7,7 +7,7 @@ made.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ def lowered(problem: StepProblem) -> jax.stages.Lowered:
     _, rows, length, placement, _ = problem
     graphdef, params, rest = nnx.split(nnx.eval_shape(problem.model), nnx.Param, ...)
     state = steps.TrainState(params, jax.eval_shape(OPTIMIZER.init, params))
-    shapes = (rows, length), jnp.int32
-    batch = Batch(*(jax.ShapeDtypeStruct(*shapes),) * 2, jax.ShapeDtypeStruct((rows, length), jnp.float32))
+    tokens, weights = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch: Any = Batch(*cast(Any, (tokens, tokens, weights)))
     mesh = placement.mesh
     if mesh is None:
         where, shardings = SingleDeviceSharding(jax.devices()[0]), None

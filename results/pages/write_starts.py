@@ -176,7 +176,7 @@ def erase_and_write_apart(r: Numbers) -> list[str]:
         From 0.5 it gains {room.gain:.0f} ± {room.interval:.0f} points and {room_half.gain:.0f} ± {room_half.interval:.0f}
         steps to half; with the same seeds a weak start of the usual gate gains {weak_start.gain:.0f} ±
         {weak_start.interval:.0f} points. So nothing shows that room in a gate is the cause, and five seeds do not exclude that
-        it is a part: the interval ends at {room.gain + room.interval:.0f} points.
+        it is a part: the interval ends at {room.gain + (room.interval or 0):.0f} points.
 
         *Does it take erasing?* Linear attention writes, and erases nothing. If weak writes help it, too, then
         erasing is not all of the cause. With {len(without.gains)} new seeds they do not:
