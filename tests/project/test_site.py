@@ -127,7 +127,7 @@ CHECKS_NOTHING = {
         "causal_conv1d_on_mesh",
         "splits_heads",
     },
-    "gdn_jax.parallel.token_shards": {"ByTokens"},
+    "gdn_jax.parallel.token_shards": {"ByTokens", "splits_tokens"},
     "gdn_jax.parallel.processes": {"leave", "is_first", "wait", "any_process"},
 }
 """Entries without errors of their own: records, and functions whose wrong arguments are errors of JAX."""
