@@ -319,9 +319,7 @@ def test_kernels_lower(packed, monkeypatch):
     traced = jax.jit(both).trace((q, q, q, gate, gate, state), (q, state), cu)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
-    assert (
-        text.count("collective_permute") == 2 * 3
-    )  # three steps each way, of which the first sends maps too
+    assert text.count("collective_permute") == 2 * 3  # steps each way; the first sends maps too
 
 
 @pytest.fixture
