@@ -29,6 +29,9 @@ from gdn_jax.shapes import check_whole
 LayerPools = RecurrentCache
 """Contents of the slots for one recurrent layer: a cache whose rows are slots. The state may be any pool's arrays."""
 
+FEWEST = 64
+"""Tokens of a block of queries at least, see `Attending.prefill`."""
+
 
 class Recurrent:
     """Recurrent layers of one step a token with the short convolution: a window and a state in each slot.
@@ -214,8 +217,12 @@ class Attending:
         slots: Indices,
         has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
     ) -> tuple[Float[Array, "1 T D"], FixedAttentionCache]:
-        """Pieces of prompts, packed in one row; their queries meet the keys as rows of their own."""
-        T = x.shape[1]
+        """Pieces of prompts, packed in one row.
+
+        Queries meet keys in blocks, each with queries of one piece. There are at most twice as many blocks as pieces,
+        and at most twice as many queries in them as tokens, or as N blocks of `FEWEST` have.
+        """
+        T, N = x.shape[1], len(slots)
         check_sequences(cu_seqlens, T, has_initial_state)
         At(slots).check(StatePool(pool), "N", cu_seqlens.shape[0] - 1)
         check_values(partial(_check_pieces, pool.capacity, len(pool.length)), cu_seqlens, slots)
@@ -228,8 +235,15 @@ class Attending:
         q, k, v = mixer.heads(x, (past[piece] + place)[None])
         to = at.rows(piece).only(token < cu_seqlens[-1])
         pool = with_tokens(pool, to.slot, past[piece] + place, k[0], v[0])
-        rows = q[0][jnp.clip(begins[:, None] + token, 0, T - 1)]
-        o = self._attend(mixer, rows, pool, at, past[:, None] + token, past + counts)[piece, place]
+        size = max(1, min(T, max(FEWEST, -(-T // N))))
+        blocks = -(-counts // size)
+        ends = jnp.cumsum(blocks)
+        first, number = ends - blocks, jnp.arange(min(N * -(-T // size), T // size + N))
+        of = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, N - 1)
+        own = ((number - first[of]) * size)[:, None] + jnp.arange(size)
+        rows = q[0][jnp.clip(begins[of, None] + own, 0, T - 1)]
+        o = self._attend(mixer, rows, pool, at.rows(of), past[of, None] + own, (past + counts)[of])
+        o = o[first[piece] + place // size, place % size]
         o = jnp.where(to.is_slot[:, None, None], o, 0)[None]
         length = pool_slots.put(pool.length, at, past + counts)
         return mixer.o_proj(mixer.gated(o, x)), pool._replace(length=length)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,7 @@ def test_pieces_a_token_and_drafts_give_the_likeliest_tokens():
 
 HYBRID = dataclasses.replace(CONFIG, num_layers=3, layer_types=("gated_delta_net", *CONFIG.layer_types))
 SLOTS, CAPACITY = 130, 6  # more slots than int8 counts
+LAYER = AttentionConfig(2, 1, 8, rotary_dim=8)
 
 
 @functools.cache
@@ -122,6 +124,55 @@ def test_slots_lengths_and_offsets_of_narrow_integers(dtype):
     """The same bits as with int32. The largest unsigned number is padding, too."""
     for want, got in zip(*(jax.tree.leaves(served((3, 2), kind)) for kind in (np.int32, dtype)), strict=True):
         np.testing.assert_array_equal(want, got)
+
+
+@functools.cache
+def attending(N):
+    """A layer of attention with a pool of keys and values, and its `prefill` of N pieces, lowered and run."""
+    mixer, kind = nnx.eval_shape(lambda: Attention(16, LAYER, rngs=nnx.Rngs(0))), Attending(False)
+    graphdef, params = nnx.split(mixer)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: rng.normal(0, 0.25, x.shape).astype(np.float32), params)
+    pool = jax.eval_shape(lambda: kind.make_pool(mixer, 16, "float32", None, 160))
+    pool = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), pool)
+
+    def prefill(params, pool, x, cu_seqlens, slots, goes_on):
+        return kind.prefill(nnx.merge(graphdef, params), x, pool, cu_seqlens, slots, goes_on)
+
+    return functools.partial(jax.jit(prefill), params), pool
+
+
+def test_pieces_longer_than_a_block_of_queries():
+    """Pieces of many lengths, some of which go on, give the bits of float32 sums that each of them gives alone."""
+    rng = np.random.default_rng(0)
+    many, pool = attending(5)
+    x = rng.normal(size=(1, 220, 16)).astype(np.float32)
+    slots, none, before = np.array([3, 0, 7, 1, -1]), np.zeros(5, bool), np.array([0, 5, 70, 75, 75, 75])
+    _, pool = many(pool, x, before, slots, none)
+    cu_seqlens, goes_on = np.array([0, 1, 71, 71, 201, 201]), np.array([True, True, True, False, False])
+    o, after = many(pool, x, cu_seqlens, slots, goes_on)
+    alone, _ = attending(1)
+    for slot, old, (begin, end) in zip(slots, goes_on, itertools.pairwise(cu_seqlens), strict=True):
+        if begin == end:
+            continue
+        row = np.zeros_like(x)
+        row[:, : end - begin] = x[:, begin:end]
+        want, own = alone(pool, row, np.array([0, end - begin]), np.array([slot]), np.array([old]))
+        close(want[:, : end - begin], o[:, begin:end], "o", 0)
+        for name in ("k", "v", "length"):
+            np.testing.assert_array_equal(getattr(own, name)[slot], getattr(after, name)[slot])
+
+
+def test_queries_of_many_pieces_are_not_those_of_each():
+    """A step with room for 16 pieces costs at most four times the arithmetic of one with a single piece."""
+    x = np.zeros((1, 1024, 16), np.float32)
+
+    def flops(N):
+        run, pool = attending(N)
+        arrays = pool, x, np.arange(N + 1), np.arange(N), np.zeros(N, bool)
+        return run.func.lower(*run.args, *arrays).compile().cost_analysis()["flops"]
+
+    assert flops(16) < 4 * flops(1)
 
 
 def test_tokens_beyond_the_capacity_are_none():
