@@ -1,17 +1,16 @@
 """Checks what runs on this device against float64, and times it: the first run on a kind of GPU that is new to us.
 
 The report is Markdown, to be pasted into an issue. It has a line for each case: the rule in both passes by every
-implementation that the device supports, single tokens and drafts, prompts, the parts of a layer and the loss, and at
-last the rule in the sizes of the table of docs/devices.md. What the device does not run is named below the table with
-its reason. A case that is wrong or raises is a line too, and does not end the others.
+implementation that the device supports, single tokens and drafts, prompts, the parts of a layer and the loss, a token
+of one row by models, and at last the rule in the sizes of the table of docs/devices.md. What the device does not run
+is named below the table with its reason. A case that is wrong or raises is a line too, and does not end the others.
 
 The rule, tokens and prompts are compared with a NumPy recurrence in float64 (`checks.oracle`), the rule in large
-sizes with the recurrence in float32, and a part of a layer with itself in float64, which no kernel takes. The column
-"error" is the largest relative rms error of a case.
+sizes and a token of a model with the recurrence in float32, and a part of a layer with itself in float64, which no
+kernel takes. The column "error" is the largest relative rms error of a case.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import numpy as np
 
-from gdn_jax.bench import measure, passes
+from gdn_jax.bench import measure, one_token, passes
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, checked, wrong
 from gdn_jax.bench.decode import DecodeBenchmark
 from gdn_jax.bench.measure import Timing
@@ -43,11 +42,12 @@ float64 by 1.1e-2 in plain JAX on a CPU, all others by less."""
 class Plan(NamedTuple):
     """The cases of a report.
 
-    cases: names of cases of the rule.
-    dtypes: their dtypes.
-    decode, prefill: tokens and prompts.
-    model: its parts are called, on a row of this number of tokens.
-    table: rows of the rule that are timed, each with its pass.
+      cases: names of cases of the rule.
+      dtypes: their dtypes.
+      decode, prefill: tokens and prompts.
+      model: its parts are called, on a row of this number of tokens.
+    of_one_row: models of which a token of one row is compared.
+      table: rows of the rule that are timed, each with its pass.
     """
 
     cases: tuple[str, ...]
@@ -55,6 +55,7 @@ class Plan(NamedTuple):
     decode: DecodeBenchmark
     prefill: PrefillBenchmark
     model: tuple[str, int]
+    of_one_row: tuple[str, ...]
     table: tuple[tuple[Row, str], ...]
 
 
@@ -65,6 +66,7 @@ PLANS = {
         DecodeBenchmark(batches=(1, 32), gates=("head", "channel")),
         PrefillBenchmark(tokens=(8192,), requests=(1, 8), pools=("float32",)),
         ("0.4b", 2048),
+        ("0.4b", "qwen3.5-0.8b", "kda-0.4b"),
         (
             (Row(16, 64, (32768,)), "forward"),
             (Row(16, 32, (4096,) * 8), "forward"),
@@ -83,6 +85,7 @@ PLANS = {
         ),
         PrefillBenchmark(tokens=(128,), requests=(2,), heads=(1, 2), width=16, pools=("float32",)),
         ("tiny", 64),
+        ("tiny",),
         ((Row(1, 2, (128,), width=16), "training"),),
     ),
 }
@@ -112,6 +115,8 @@ class DevicesBenchmark(Benchmark):
         model, tokens = plan.model
         for part in parts(model_config(model, dtype="bfloat16"), 1, tokens):
             yield Case({"what": "part", "case": part.name}, partial(self.check_part, part))
+        for name in plan.of_one_row:
+            yield Case({"what": "token of one row", "case": name}, partial(self.compare_token, name))
         rule = RuleBenchmark(repeats=self.repeats, peers=False)
         for row, what in plan.table:
             problem = Problem(row, what, "bfloat16", self.seed)
@@ -128,6 +133,13 @@ class DevicesBenchmark(Benchmark):
             errors = {name: row.errors[name] for name in row.bounds}
             failure = f"raised {row.failure}" if row.failure else wrong(errors, row.bounds)
             yield Result(about, errors=errors, failure=failure)
+
+    def compare_token(self, name: str) -> Iterator[Result]:
+        """A token of a model, which is not timed."""
+        token = one_token.compare(name, self.seed)
+        about = {"what": "token of one row", "case": name, "by": ", ".join(token.kernels) or "plain JAX"}
+        failure = wrong(token.errors, token.bounds)
+        yield Result(about, errors=token.errors, failure=failure)
 
     def check_part(self, part: Part) -> Iterator[Result]:
         """Results of a part and, where it has a backward, its gradients, next to those in float64."""
@@ -147,8 +159,7 @@ class DevicesBenchmark(Benchmark):
         x = [normal(like) for like in part.arguments]
         cotangents = jax.tree.map(normal, jax.eval_shape(part.call, *x))
         given = jax.device_put((x, cotangents))
-        text = jax.jit(call).lower(*given).as_text()
-        names = {*re.findall(r"\\00(\w+)_mosaic_gpu\\00", text)} - {"stable"}
+        names = one_token.kernel_names(jax.jit(call).lower(*given).as_text())
         program = measure.compiled(call, *given)
         got = [np.asarray(y) for y in jax.tree.leaves(program(*given))]
         with jax.enable_x64(True):
@@ -158,7 +169,7 @@ class DevicesBenchmark(Benchmark):
             expected = [np.asarray(y) for y in jax.tree.leaves(jax.jit(call)(wide, changed))]
         pairs = zip(expected, got, strict=True)
         errors = {f"result {i}": rms_ratio(want, y) for i, (want, y) in enumerate(pairs)}
-        about = {"what": "part", "case": part.name, "by": ", ".join(sorted(names)) or "plain JAX"}
+        about = {"what": "part", "case": part.name, "by": ", ".join(names) or "plain JAX"}
 
         def timed() -> tuple[Timing, dict[str, Any]]:
             return measure.measure(lambda: program(*given), self.repeats), {}

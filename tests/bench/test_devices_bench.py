@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from bench_tables import cells, run
+from flax import nnx
 
-from gdn_jax.bench import devices, measure
+from gdn_jax.bench import devices, measure, one_token
 from gdn_jax.bench.devices import PLANS, DevicesBenchmark
 from gdn_jax.bench.measure import Timing
 from gdn_jax.bench.model_parts import Part
@@ -25,6 +26,7 @@ def little(monkeypatch):
         cases=("channels-mild",),
         decode=dataclasses.replace(PLANS["small"].decode, batches=()),
         prefill=dataclasses.replace(PLANS["small"].prefill, tokens=()),
+        of_one_row=(),
         table=(),
     )
     monkeypatch.setitem(PLANS, "small", plan)
@@ -68,6 +70,33 @@ def test_what_is_wrong_is_a_line(little):
     assert "raised AttributeError: " in text
 
 
+def test_a_token_of_a_model(little):
+    """It misses the definition by what plain JAX does; a copy for single tokens that is another model is wrong."""
+    little.setitem(PLANS, "small", PLANS["small"]._replace(cases=(), of_one_row=("tiny",)))
+    little.setattr(devices, "parts", lambda *_: [])
+    status, text, _ = run(DevicesBenchmark(plan="small"))
+    (line,) = cells(text)
+    assert status == 0 and (line["what"], line["case"], line["by"]) == (
+        "token of one row",
+        "tiny",
+        "plain JAX",
+    )
+    assert 1e-4 < float(line["error"]) < 1e-2
+
+    copies = []
+
+    def other(model, rows):
+        copies.append(model)
+        if len(copies) == 1:  # the one that is compared; the second one says what plain JAX misses
+            model = nnx.clone(model)
+            model.embedding.set_value(model.embedding[...] * 1.02)
+        return model
+
+    little.setattr(one_token, "for_decoding", other)
+    status, text, _ = run(DevicesBenchmark(plan="small"))
+    assert status == 1 and "| wrong: logits " in text
+
+
 def test_a_part_without_a_backward_is_called_alone(little):
     """Of such a part, as of the loss, a GPU has no second derivative."""
     once = jax.custom_vjp(lambda x: x)
@@ -97,4 +126,4 @@ def test_the_command(capsys):
     assert cli.main(["bench", "devices", "--repeats", "1", "--plan", "small"]) == 0
     out = capsys.readouterr().out
     kinds = {line["what"] for line in cells(out)}
-    assert kinds == {"rule, both passes", "tokens", "prompts", "part", "rule, timed"}
+    assert kinds == {"rule, both passes", "tokens", "prompts", "part", "token of one row", "rule, timed"}

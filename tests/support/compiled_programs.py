@@ -31,7 +31,7 @@ MORE: dict[str, int] = {
     "test_check.py": 80,
     "test_chunked.py": 80,
     "test_decode_bench.py": 70,
-    "test_devices_bench.py": 80,
+    "test_devices_bench.py": 95,
     "test_experiments.py": 140,
     "test_family_layers.py": 80,
     "test_family_models.py": 330,
