@@ -28,7 +28,7 @@ ALLOWED = 1.5
 
 
 class Token(NamedTuple):
-    """What a token's logits miss and may miss, and the kernels of its program by their names."""
+    """Errors of a token's logits and their bounds, and the names of the kernels in its program."""
 
     errors: dict[str, float]
     bounds: dict[str, float]
