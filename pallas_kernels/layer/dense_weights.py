@@ -31,7 +31,7 @@ class Whole:
     """Numbers of 16 bits."""
 
     unit: ClassVar[int] = 1
-    """Slices have multiples of so many rows."""
+    """The rows of a slice are a multiple of it."""
 
     def reason(self, F: int, own: int) -> str | None:
         """Why an inner width F is not cut into slices of `own` numbers, the last of which ends with it; None if it

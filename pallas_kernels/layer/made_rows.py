@@ -12,13 +12,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.device.launch import grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
+from pallas_kernels.layer.dense_weights import BLOCK
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
 
 WIDEST = 256
 """Columns of a piece of the matrix at most, and so of a dimension of what is copied at once."""
-
-BLOCK = 128
-"""Rows, and columns, of a matrix of codes that share a scale."""
 
 OTHER_BYTES = 35 * 1024
 """Shared memory of a multiprocessor's CTAs for all but tiles of the matrix, at most."""

@@ -36,7 +36,8 @@ from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.made_rows import BLOCK, WIDEST, Blocks, Heads, Row, Stream, bytes_for_tiles
+from pallas_kernels.layer.dense_weights import BLOCK
+from pallas_kernels.layer.made_rows import WIDEST, Blocks, Heads, Row, Stream, bytes_for_tiles
 
 NEEDS = Needs.MMA
 
