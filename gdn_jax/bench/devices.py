@@ -42,12 +42,12 @@ float64 by 1.1e-2 in plain JAX on a CPU, all others by less."""
 class Plan(NamedTuple):
     """The cases of a report.
 
-      cases: names of cases of the rule.
-      dtypes: their dtypes.
-      decode, prefill: tokens and prompts.
-      model: its parts are called, on a row of this number of tokens.
+    cases: names of cases of the rule.
+    dtypes: their dtypes.
+    decode, prefill: tokens and prompts.
+    model: its parts are called, on a row of this number of tokens.
     of_one_row: models of which a token of one row is compared.
-      table: rows of the rule that are timed, each with its pass.
+    table: rows of the rule that are timed, each with its pass.
     """
 
     cases: tuple[str, ...]

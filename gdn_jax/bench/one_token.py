@@ -24,7 +24,8 @@ LAYERS, VOCABULARY, CONTEXT = 4, 512, 16
 """Layers of the model, its vocabulary, and tokens before the one that is compared."""
 
 ALLOWED = 1.5
-"""Errors of plain JAX that the kernels' may be."""
+"""Times the error of plain JAX that the kernels' may be: they round what plain JAX rounds, or less, in another order.
+The rms of 512 logits scatters by 3 % where they miss independently, and by more where a layer's miss moves all."""
 
 
 class Token(NamedTuple):
@@ -50,7 +51,7 @@ def compare(name: str, seed: int) -> Token:
     def model(params: Any, **fields: Any) -> LanguageModel:
         like = dataclasses.replace(config, **fields)
         return nnx.merge(
-            nnx.split(nnx.eval_shape(lambda: LanguageModel(like, rngs=nnx.Rngs(seed))))[0], params
+            nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(like, rngs=nnx.Rngs(seed)))), params
         )
 
     def token(params: Any, tokens: jax.Array, **fields: Any) -> jax.Array:
