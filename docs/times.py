@@ -228,8 +228,8 @@ def page(of: list[Device]) -> str:
         ),
         *section(
             "Training a model",
-            "A whole step as `gdn train` takes it, in bfloat16, 32,768 tokens a step. The share is that of 989 "
-            "TFLOP/s. The first step includes tracing and compiling.",
+            "A whole step as `gdn train` takes it, in bfloat16, 32,768 tokens a step. The share is our part of "
+            "989 TFLOP/s. The first step includes tracing and compiling.",
             of,
             "step",
             lambda x: f"{model['step']}, rows of {x['length']}",

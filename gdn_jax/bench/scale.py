@@ -1,12 +1,12 @@
 """How much faster several devices are than one.
 
 Times rules, forward and backward, on meshes that split their rows, heads or tokens, and on one device with the same
-arrays in the same run. Efficiency is the time of one device over n times that of n. Results are compared with one
+arrays in the same run. Efficiency is one device's time over n times the time of n. Results are compared with one
 device's before a time counts: both may be off by rounding, together by twice the bound of one. A time is the mean of
 calls that follow one another without a pause, by the clock.
 
 Then the training steps of models, with as many tokens for each device as for one: more rows over data, longer rows
-over context. Efficiency is the time of one device over that of n.
+over context. Efficiency is one device's time over the time of n.
 
 Next to each time stand the bytes that a device sends, read from the compiled program, its temporary memory, and the
 seconds of lowering, compiling and running it first. Programs are compiled several at a time.
@@ -173,7 +173,7 @@ class ScaleBenchmark(Benchmark):
         return self.rows if shape.context == 1 else shape.data
 
     def flags(self, text: str = "") -> dict[str, Any]:
-        """Compiler options: those of a text of --xla, and those with which a profile is of whole graphs.
+        """Compiler options: what a text of --xla names, and what makes a profile one of whole graphs.
 
         Raises:
           RunError: the text is no list of options.

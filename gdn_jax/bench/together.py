@@ -9,7 +9,7 @@ import jax
 
 
 class Program(NamedTuple):
-    """A compiled program, the seconds of tracing and lowering it, and those of compiling it next to the others."""
+    """A compiled program, and the seconds of tracing and lowering it, and of compiling it next to the others."""
 
     compiled: Any
     lower_s: float

@@ -29,7 +29,7 @@ class BlockWeight(nnx.Module):
     """
 
     rows: int = block_weights.BLOCK
-    """Rows of a block; those of a checkpoint may be other ones."""
+    """Rows of a block; a checkpoint may have blocks of another number of rows."""
 
     def __init__(self, weight: Float[Array, "*E D F"]):
         codes, scales = block_weights.quantised(jnp.swapaxes(weight, -1, -2))

@@ -407,7 +407,7 @@ def _append(cache, k, v, count, is_full: bool):
         cache = cache._replace(k=old_k, v=old_v)
     if k.shape[0] == T == 1 and is_full:
         # One kernel where a scatter would be three. A token for which there is no slot replaces the last one: its
-        # outputs are NaN, and so are those of all after it.
+        # outputs are NaN, and all outputs after it.
         at = (0, cache.length[0], 0, 0)
         k, v = (
             jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at)

@@ -168,8 +168,8 @@ class ProjectionOfGroup(nnx.Module):
 
 
 def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> None:
-    """Replaces those of a module's projections that it has, in place, by one `ProjectionGroup`, and those that keep
-    their weights in 8 bits by one `BlockGroup`.
+    """Replaces a module's projections, in place, by one `ProjectionGroup`, and projections that keep their weights
+    in 8 bits by one `BlockGroup`.
 
     Args:
       part: the module.

@@ -169,7 +169,7 @@ class TokenRows(RecurrentRows):
         return self._token(channels, [_raw(factors, x) for factors in raw], x, cache)
 
     def _token(self, channels, raw, x, cache):
-        """A token from its products, and from those of the gates with their places; None where no kernel takes it."""
+        """A token from its products, and its gates' products with their places; None where no kernel takes it."""
         *_, of = self._raw_gates()
         arrays, starts = zip(*raw, strict=True)
         qkv, decay, strength = (a[:, 0] for a in (channels, *arrays))
