@@ -128,7 +128,7 @@ def test_few_heads_are_cut():
     """By the public call, which chooses segments for these."""
     case = cases.Case("few heads", T=6000, B=1, heads=(1, 1, 1), K=64, V=128)
     x = cases.inputs(case, "bfloat16")
-    assert mma_rule.chosen_segment(RuleArrays(*x[:6], None, None))
+    assert mma_rule.chosen_segment(RuleArrays(*x[:6], None, None).dims, None)
     got = named(both_passes(tuple(case.options.items()))(x[:6], (x.do, x.dh_T), None, None))
     missed.check(case, "bfloat16", truth(case.options, x), got, missed.MMA)
 
