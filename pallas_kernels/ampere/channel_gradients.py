@@ -170,7 +170,7 @@ def _step(cta: _Cta, diagonal, step, written):
     sums, *ends = levels_of_step(cta, at, masks)
     gl = dev.vector(gmem.gl.at[cta.item, pl.ds(step * WIDTH, WIDTH)], COL)
     products = _over_states(cta)
-    results, written = gradients_of_step(cta, at, sums, ends, products, gl, diagonal, written)
+    results, written = gradients_of_step(cta, at, masks, sums, ends, products, gl, diagonal, written)
     place = cta.tokens(at, cta.sizes.HO)
     for name, target in (("q", gmem.dq), ("k", gmem.dk), ("e", gmem.de), ("g", gmem.dg)):
         if target is not None:

@@ -137,6 +137,8 @@ class Sizes(NamedTuple):
     scale: float
     kv_layout: bool
     float16: bool
+    tokens: int = CHUNK
+    """Tokens of a chunk, see `work.halves`."""
 
 
 class Cta:
@@ -348,6 +350,7 @@ def start_walk(
     memory: Memory,
     interpret: Any,
     chains: int,
+    tokens: int = CHUNK,
 ) -> dict[str, jax.Array]:
     """Launches a kernel that walks backwards, this one or that of `backward.channel_chain`.
 
@@ -358,6 +361,7 @@ def start_walk(
       heads: of q and of k.
       config: has state_warpgroups.
       chains: CTAs for each item, head and tile.
+      tokens: of a chunk, see `work.halves`.
     """
     v, packed, n = inputs["v"], visits is not None, config.state_warpgroups
     B, T, HO, V = inputs["do"].shape
@@ -365,7 +369,7 @@ def start_walk(
     if V % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     sizes = Sizes(
-        T=T,
+        T=T * (CHUNK // tokens),
         N=N,
         Hq=heads[0],
         Hk=heads[1],
@@ -378,6 +382,7 @@ def start_walk(
         scale=scale,
         kv_layout=kv_layout,
         float16=float16,
+        tokens=tokens,
     )
     tables = table_inputs(None if items is None else items.tables, visits)
     tables |= {"visit_chunk": None, "visit_rows": None}

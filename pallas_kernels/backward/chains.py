@@ -132,7 +132,8 @@ class Chains(NamedTuple):
     u: Float[Array, "visits HO C V"]
     """W times the mantissas of the write strengths."""
     dh: Float[Array, "visits HO V K"]
-    dv: Float[Array, "B T HO V"]
+    dv: Float[Array, "B R HO V"]
+    """R is T, or twice that where tokens are two rows."""
     dh_0: Float[Array, "N HO _ _"] | None
 
 
@@ -145,7 +146,7 @@ def results_of(sizes: Sizes, *, do: Any, num_visits: int, with_dh_0: bool) -> di
         "h": states,
         "u": S((num_visits, HO, CHUNK, V), do.dtype),
         "dh": states,
-        "dv": S(do.shape, do.dtype),
+        "dv": S((do.shape[0], CHUNK // sizes.tokens * do.shape[1], *do.shape[2:]), do.dtype),
         "dh_0": dh_0 if with_dh_0 else None,
     }
 

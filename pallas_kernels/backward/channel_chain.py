@@ -63,17 +63,20 @@ def default_config(K: int, state_warpgroups: int) -> Config:
     return Config.most_stages(state_warpgroups, lambda config: _memory(config, K, jnp.bfloat16))
 
 
-def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
-    """Shared memory of a CTA: 210 KB at K = 128 with two state warpgroups."""
+def _memory(config: Config, K: int, dtype, *, packed: bool = False, tokens: int = CHUNK) -> Memory:
+    """Shared memory of a CTA: 210 KB at K = 128 with two state warpgroups.
+
+    tokens: of a chunk; those of qg and P are what products sum over.
+    """
     n, early, late = config.state_warpgroups, config.early_stages, config.late_stages
     keys, square = (CHUNK, K), (CHUNK, CHUNK)
     return {
         "first_keys": Buffer((early, *keys), dtype, swizzle=128),  # kg or kr
-        "x": Buffer((early, CHUNK, ROWS * n), dtype, swizzle=128),  # v or do
+        "x": Buffer((early, tokens, ROWS * n), dtype, swizzle=128),  # v or do
         "t": Buffer((early, *square), dtype, swizzle=128),
-        "p": Buffer((early, *square), dtype, swizzle=128),
+        "p": Buffer((early, tokens, CHUNK), dtype, swizzle=2 * tokens),
         "last_keys": Buffer((late, *keys), dtype, swizzle=128),  # kr or kg
-        "qg": Buffer((late, *keys), dtype, swizzle=128),
+        "qg": Buffer((late, tokens, K), dtype, swizzle=2 * tokens),
         "h": Buffer((ROWS * n, K), dtype, swizzle=128),
         "out": Buffer((n, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed),
         "gl": Buffer((early, K)),
@@ -90,7 +93,8 @@ def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
 def _load_early(cta: Cta, i, stage) -> None:
     """Starts the copies of what the i-th chunk's first products read."""
     gmem, smem, span, head = cta.gmem, cta.smem, cta.span, cta.head
-    visit, tokens = cta.visit_of(i), pl.ds(cta.chunk_of(i) * CHUNK, CHUNK)
+    visit, chunk, count = cta.visit_of(i), cta.chunk_of(i), cta.sizes.tokens
+    tokens, rows = pl.ds(chunk * count, count), pl.ds(chunk * CHUNK, CHUNK)
     columns = pl.ds(cta.tile * cta.num_state * ROWS, cta.num_state * ROWS)
 
     def copy(source, destination):
@@ -111,7 +115,7 @@ def _load_early(cta: Cta, i, stage) -> None:
 
     copy(gmem.t.at[visit, head], smem.t)
     copy(gmem.gl.at[visit, head], smem.gl)
-    copy(gmem.beta.at[span.row, head, tokens], smem.beta)
+    copy(gmem.beta.at[span.row, head, rows], smem.beta)
 
 
 def _load_late(cta: Cta, i, stage) -> None:
@@ -130,8 +134,8 @@ def _load_late(cta: Cta, i, stage) -> None:
         pl.when(jnp.logical_not(cta.adjoint))(lambda: copy(gmem.kr, smem.last_keys, smem.late))
 
 
-def tokens_of(cta: Cta, i, stage) -> jax.Array:
-    """This warpgroup's columns of v or do, transposed [ROWS, C], 0 at tokens of other sequences."""
+def values(cta: Cta, i, stage) -> jax.Array:
+    """This warpgroup's columns of v or do, transposed [ROWS, tokens], 0 at tokens of other sequences."""
     x_t = plgpu.load(cta.x_tile(stage), layout=WGMMA)
     return jnp.where(owned_tokens(cta, i), x_t, jnp.zeros((), cta.dtype)) if cta.packed else x_t
 
@@ -153,7 +157,7 @@ def adjoint_step(cta: Cta, i, dh) -> jax.Array:
     plgpu.barrier_wait(smem.early_p.at[early])
 
     def solve(attended, written, dv):
-        do_t = tokens_of(cta, i, early)
+        do_t = values(cta, i, early)
         attended = dev.issue(attended, do_t, smem.p.at[early])
         written = times_keys(cta, written, i, smem.first_keys.at[early], dh, gmem.dh)
         beta = lax.optimization_barrier(strengths(cta, i, early))
@@ -197,6 +201,7 @@ def start(
     items: Items | None,
     visits: VisitTables | None,
     *,
+    tokens: int,
     config: Config | None,
     **options: Any,
 ) -> dict[str, jax.Array]:
@@ -204,12 +209,14 @@ def start(
 
     Args:
       inputs: by name: v, do, beta, h_0 and dh_T; v, h_0 and dh_T may be None.
+      tokens: of a chunk, see `work.halves`.
       config: None for the default.
       options: those of `start_walk` that are its caller's.
     """
     do, K = inputs["do"], pairs.gl.shape[-1]
     config = config or default_config(K, 1)
-    options |= dict(config=config, memory=_memory(config, K, do.dtype, packed=visits is not None))
+    memory = _memory(config, K, do.dtype, packed=visits is not None, tokens=tokens)
+    options |= dict(tokens=tokens, config=config, memory=memory)
     return start_walk(
         name,
         body,

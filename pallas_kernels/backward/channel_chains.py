@@ -26,7 +26,7 @@ from pallas_kernels.backward.channel_chain import (
     load_chunks,
     start,
     times_keys,
-    tokens_of,
+    values,
     walk,
 )
 from pallas_kernels.backward.strengths import mantissa
@@ -34,6 +34,8 @@ from pallas_kernels.chunks.channel_stages import Config, decayed, stages_of, str
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.layouts import CHUNK
 from pallas_kernels.device.memory import transposed
+from pallas_kernels.device.rows import in_rows
+from pallas_kernels.work.halves import tokens_of
 from pallas_kernels.work.tables import Items, VisitTables
 
 
@@ -46,8 +48,8 @@ def _state_step(cta: Cta, i, h) -> jax.Array:
 
     def solve(read):
         read = times_keys(cta, read, i, smem.first_keys.at[early], h, gmem.h)
-        v_t = tokens_of(cta, i, early)
-        return (v_t.astype(jnp.float32) - dev.collect(read)).astype(cta.dtype)
+        v_t = in_rows(dev, values(cta, i, early).astype(jnp.float32))
+        return (v_t - dev.collect(read)).astype(cta.dtype)
 
     r = pl.run_scoped(solve, accumulator)
 
@@ -91,6 +93,7 @@ def channel_chains(
     kv_layout: bool = False,
     with_dh_0: bool = True,
     items: Items | None = None,
+    of_halves: bool = False,
     config: Config | None = None,
     interpret=None,
 ) -> Chains:
@@ -101,9 +104,12 @@ def channel_chains(
       beta: write strengths, head-major.
       pairs: of `channel_pairs`.
       h_0, dh_T, visits, kv_layout, with_dh_0, items: as for `chains`.
+      of_halves: whether tokens are two rows, of which v and do are the second ones', as for `channel_pairs`; dv has
+        both.
     """
     inputs = {"v": v, "do": do, "beta": beta, "h_0": h_0, "dh_T": dh_T}
     outputs = functools.partial(results_of, do=do, num_visits=pairs.gl.shape[0], with_dh_0=with_dh_0)
     options: dict[str, Any] = dict(kv_layout=kv_layout, config=config, interpret=interpret, chains=2)
+    options |= dict(tokens=tokens_of(of_halves))
     results: dict[str, Any] = start("channel_chains", _body, pairs, inputs, outputs, items, visits, **options)
     return Chains._make(results.get(name) for name in Chains._fields)

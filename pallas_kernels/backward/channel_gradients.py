@@ -22,6 +22,9 @@ It is 0 at resets, below -104, where exp(g) is 0. Products of such sums have rou
 dbeta is found in two ways as in `backward.gradients`: dv . u, and k . dk with dk as above without de, which
 `backward.channel_rule` joins.
 
+Tokens that are two rows (`work.halves`) have dq in their second halves, dg in their first ones and dk in both, of
+which the first ones' is de. Level 0 has no dg.
+
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], e [B, T, HO, K] (optional), g [B, T, HO, K] f32, gl of
 `chunks.pairs` [visits, HO, K] f32, do and dv [B, T, HO, V], u [visits, HO, C, V], h and dh [visits, HO, V, K], tables
 int32 (packed rows).
@@ -57,6 +60,7 @@ from pallas_kernels.backward.channel_gradients_work import (
     Config,
     Sizes,
     Warpgroup,
+    clear_first_halves,
     clear_item,
     load_inputs,
     load_next,
@@ -69,6 +73,7 @@ from pallas_kernels.chunks.pair_levels import Masks
 from pallas_kernels.device.launch import launch, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, WGMMA, zeros
 from pallas_kernels.device.memory import transposed
+from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.tables import VisitTables, table_inputs
 from pallas_kernels.work.workers import Place, VisitSizes
@@ -87,10 +92,12 @@ def _write_scores(own: Warpgroup, place: Place) -> jax.Array:
         ]
         return dev.collect(issued[0], 1), dev.collect(issued[1])
 
-    read, erased = own.scores(wg)
+    of_halves, (read, erased) = own.sizes.halves, own.scores(wg)
     accumulators = [plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * 2
-    diagonal = read.write(pl.run_scoped(functools.partial(products, do), *accumulators), own.sizes.scale)
-    dv_u = erased.write(pl.run_scoped(functools.partial(products, dv), *accumulators), -1.0)
+    diagonal = read.write(
+        pl.run_scoped(functools.partial(products, do), *accumulators), own.sizes.scale, of_halves
+    )
+    dv_u = erased.write(pl.run_scoped(functools.partial(products, dv), *accumulators), -1.0, of_halves)
     own.gmem.dv_u.at[place.visit, place.head][...] = -dv_u
     plgpu.commit_smem()
     return diagonal
@@ -128,7 +135,7 @@ def _step(own: Warpgroup, place: Place, masks: Masks, diagonal, last_of_item, st
     products = _over_states(own, at.wg)  # after it nobody reads gl, or states
     load_next(own, step, load_states)
     pl.when(last_of_item)(lambda: load_next(own, lax.div(step, steps), load_tokens, count))
-    results, written = gradients_of_step(own, at, sums, ends, products, gl, diagonal, written)
+    results, written = gradients_of_step(own, at, masks, sums, ends, products, gl, diagonal, written)
     for name, target in own.gradients():
         own.store(name, at, results[name], target)
     if own.stages == 1:
@@ -142,7 +149,7 @@ def _item(own: Warpgroup, n, _):
     plgpu.barrier_wait(smem.loaded_x.at[wg])
     if place.span is not None:  # u is 0 there
         mask_foreign(place.span, place.span.first_chunk, [smem.x.at[wg, i] for i in range(2)])
-    diagonal, masks = _write_scores(own, place), Masks(own.dev, WIDTH)
+    diagonal, masks = _write_scores(own, place), Masks(own.dev, WIDTH, own.sizes.halves)
 
     def step(j, written):
         return _step(own, place, masks, diagonal, j == steps - 1, n * steps + j, written)
@@ -155,7 +162,10 @@ def _item(own: Warpgroup, n, _):
 
 def _body(gmem: Any, smem: Any, **static) -> None:
     own = Warpgroup(gmem, smem, **static)
-    write_gate_blocks(own.dev, Masks(own.dev, WIDTH), smem.gates.at[own.wg])
+    write_gate_blocks(own.dev, Masks(own.dev, WIDTH, own.sizes.halves), smem.gates.at[own.wg])
+
+    if own.sizes.halves:
+        clear_first_halves(own)
 
     @pl.when(own.num_items > 0)
     def _():
@@ -172,16 +182,17 @@ def _body(gmem: Any, smem: Any, **static) -> None:
 def channel_gradients(
     q: Float[Array, "B T Hq K"],
     k: Float[Array, "B T Hk K"],
-    e: Float[Array, "B T HO K"] | None,
+    e: Float[Array, "B T He K"] | None,
     g: Float[Array, "B T HO K"],
     gl: Float[Array, "visits HO K"],
     do: Float[Array, "B T HO V"],
-    dv: Float[Array, "B T HO V"],
+    dv: Float[Array, "B R HO V"],
     u: Float[Array, "visits HO C V"],
     h: Float[Array, "visits HO V K"],
     dh: Float[Array, "visits HO V K"],
     visits: VisitTables | None,
     *,
+    of_halves: bool = False,
     scale: float,
     config: Config | None = None,
     interpret=None,
@@ -193,21 +204,25 @@ def channel_gradients(
       g, gl: as of `channel_pairs`.
       dv, u, h, dh: of `channel_chains`.
       visits: tables of packed rows (B = 1), None when every row of the batch is one sequence.
+      of_halves: whether tokens are two rows, as for `channel_pairs`; do has the second ones, dv and u have both.
       scale: factor of the output.
     """
     (B, T, Hk, K), (num_visits, HO, V) = k.shape, h.shape[:3]
-    config = config or Config.default(K, V, e is not None, visits is not None)
+    He = HO if e is None else e.shape[2]
+    tokens_of_chunk = halves.tokens_of(of_halves)
+    given = dict[str, Any](erases=e is not None, packed=visits is not None)
+    config = config or Config.default(K, V, **given)
     N = B if visits is None else visits.cu_seqlens.shape[0] - 1
     S = jax.ShapeDtypeStruct
-    tokens, sums = S((B, T, HO, K), k.dtype), S((num_visits, HO, CHUNK), jnp.float32)
+    tokens, sums = S((B, T, HO, K), do.dtype), S((num_visits, HO, CHUNK), jnp.float32)
     inputs = {"q": q, "k": k, "e": e, "g": g, "gl": gl, "do": do, "dv": dv, "u": u, "h": h, "dh": dh}
     results: dict[str, Any] = launch(
         "channel_gradients",
         functools.partial(
             _body,
             config=config,
-            sizes=Sizes(q.shape[2], Hk, HO, K, V, float(scale)),
-            work=VisitSizes(HO, N, -(-T // CHUNK), num_visits),
+            sizes=Sizes(q.shape[2], Hk, He, HO, K, V, float(scale), of_halves),
+            work=VisitSizes(HO, N, -(-T // tokens_of_chunk), num_visits, tokens_of_chunk),
             interpreted=interpret is not None,
         ),
         inputs=inputs | table_inputs(None, visits),
@@ -220,7 +235,7 @@ def channel_gradients(
             "k_late": sums,
             "k_write": sums,
         },
-        memory=memory(config, K, V, k.dtype, erases=e is not None, packed=visits is not None),
+        memory=memory(config, K, V, do.dtype, **given, tokens=tokens_of_chunk),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         reduction_bytes=0,  # every sum stays inside a warp

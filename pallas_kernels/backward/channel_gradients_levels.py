@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunks.merging import BLOCK, HALF
-from pallas_kernels.chunks.pair_levels import Masks
+from pallas_kernels.chunks.pair_levels import Masks, places
 from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.layouts import CHUNK, COL, WGMMA, along_columns, iota, zeros
 from pallas_kernels.device.operations import Device
@@ -48,14 +48,15 @@ class Score(NamedTuple):
     far: Any
     """The other half of the columns, for both halves of the rows [64, 32]."""
 
-    def write(self, products: tuple[jax.Array, jax.Array], factor: float) -> jax.Array:
+    def write(self, products: tuple[jax.Array, jax.Array], factor: float, halves: bool = False) -> jax.Array:
         """Writes the sum of what lies below the diagonal of x [64, 64] and its transpose, and returns the diagonal of
         x in layout ROW, all times factor.
 
         products: x and its transpose.
+        halves: whether tokens are two rows, see `work.halves`.
         """
         x, x_t = products
-        block, (i, j) = iota((CHUNK, BLOCK), 0) // BLOCK, _places()
+        block, (i, j) = iota((CHUNK, BLOCK), 0) // BLOCK, places(halves)
 
         def of_rows(y, order):
             """The block of columns order[w] in the rows of block w."""
@@ -145,11 +146,6 @@ def products_between(dev: Device, tiles: Any, far: bool, scores, operands) -> li
     return [product(n) for n in range(2)]  # one after the other: together they would take too many registers
 
 
-def _places() -> tuple[jax.Array, jax.Array]:
-    """Numbers of the row and of the column in a 16x16 block."""
-    return iota((CHUNK, BLOCK), 0) & (BLOCK - 1), iota((CHUNK, BLOCK), 1)
-
-
 def _ones(marks: jax.Array) -> jax.Array:
     return jnp.where(marks, 1.0, 0.0)
 
@@ -160,7 +156,7 @@ def write_gate_blocks(dev: Device, masks: Masks, tiles: Any) -> None:
 
     From the level of 16 on the first token of a block counts whole blocks alone: see `gates_of_blocks`.
     """
-    (i, j), block = _places(), iota((CHUNK, BLOCK), 0) // BLOCK
+    (i, j), block = places(masks.halves), iota((CHUNK, BLOCK), 0) // BLOCK
     for n in range(4):
         later, same_half = ((i >> n) & 1) == 1, (masks.level >> n) == 0
         is_anchor, other_half = (i & (2 * (1 << n) - 1)) == (1 << n), (masks.level >> n) == 1
@@ -222,7 +218,7 @@ def gates_of_blocks(totals: Any, gl: jax.Array) -> jax.Array:
     firsts[2] = firsts[2] + far[0] + far[1]
     firsts[3] = firsts[3] + near[2] + far[3]
     others[1], others[2] = others[1] + far[0], others[2] + far[3]
-    block, is_first = iota((CHUNK, BLOCK), 0) // BLOCK, _places()[0] == 0
+    block, is_first = iota((CHUNK, BLOCK), 0) // BLOCK, places(False)[0] == 0
 
     def of_blocks(values):
         x = along_columns(values[0], CHUNK)

@@ -5,6 +5,7 @@ products with the states at the chunk's borders. What a step belongs to knows it
 scores(wg), load(name, at), and the buffers gates, totals, decays and operands by warpgroup; `at` names the step.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -48,9 +49,12 @@ class ChannelGradients(NamedTuple):
     """M dbeta."""
 
 
-def _tokens(own: Any, at: Any) -> Tokens:
+def _tokens(own: Any, at: Any, masks: Masks) -> Tokens:
     """The tokens of a step. They are loaded anew for every use, for they would take registers in between."""
     q, k = (own.load(name, at).astype(jnp.float32) for name in ("q", "k"))
+    if masks.halves:
+        k = block_rows.joined(own.dev, own.load("e", at).astype(jnp.float32), k)
+        return Tokens(masks.of_second(q), k, k)
     return Tokens(q, k, own.load("e", at).astype(jnp.float32) if own.erases else k)
 
 
@@ -68,14 +72,19 @@ def levels_of_step(own: Any, at: Any, masks: Masks) -> tuple[Sums, jax.Array, ja
     smem, dev, scores, gates = own.smem, own.dev, own.scores(at.wg), own.smem.gates.at[at.wg]
     sums, decays = Sums(*[zeros((CHUNK, WIDTH), jnp.float32)] * 4), None
     alpha, totals = jnp.exp2(_gates(own, at)), smem.totals.at[at.wg]
+    if masks.halves:
+        alpha = masks.of_first(alpha, 1.0)
     for n in range(4):
         later = masks.bits[n]
-        factor, decays = Decays.merged(dev, decays, alpha, later, n)
-        operands = _tokens(own, at).operands(factor, later)
+        factor, decays = Decays.merged(masks, decays, alpha, n)
+        operands = _tokens(own, at, masks).operands(factor, later)
         products = products_within(dev, masks, n, scores, operands)
         sums, w = sums.with_level(factor, later, operands, products)
-        dg = add_gates(dev, sums.dg, w, gates.at[n])
-        sums, decays = lax.optimization_barrier((sums._replace(dg=dg), decays))
+        decays_here = n > 0 or not masks.halves
+        dg = add_gates(dev, sums.dg, w, gates.at[n]) if decays_here else sums.dg
+        sums = _of_halves(masks, sums._replace(dg=dg))
+        if decays_here:
+            sums, decays = masks.computed(sums, decays)
     assert decays is not None
     first, rest = (smem.decays.at[at.wg, n] for n in range(2))
     block_rows.store_first_rows(dev, first, decays.first)
@@ -85,18 +94,23 @@ def levels_of_step(own: Any, at: Any, masks: Masks) -> tuple[Sums, jax.Array, ja
     inside = [jnp.where(masks.bits[4 + n], decays.from_first, decays.to_end) for n in range(2)]
     factors = inside[0] * between.near, inside[1] * between.far
     ends = decays.from_first * decays.first * between.before, decays.to_end * between.after
-    factors, ends = lax.optimization_barrier((factors, ends))
+    _, (factors, ends) = masks.computed((), (factors, ends))
     for n, factor in enumerate(factors):
         later = masks.bits[4 + n]
-        operands = _tokens(own, at).operands(factor, later)
+        operands = _tokens(own, at, masks).operands(factor, later)
         products = products_between(dev, smem.operands.at[at.wg], n == 1, scores, operands)
         sums, w = sums.with_level(factor, later, operands, products)
         dg = add_gates(dev, sums.dg, w, gates.at[4 + n], totals.at[n])
-        sums = lax.optimization_barrier(sums._replace(dg=dg))
+        sums = lax.optimization_barrier(_of_halves(masks, sums._replace(dg=dg)))
     return sums, *ends
 
 
-def gradients_of_step(own: Any, at: Any, sums: Sums, ends, products, gl, diagonal, written):
+def _of_halves(masks: Masks, sums: Sums) -> Sums:
+    """The sums without those of queries that first halves lack, which then are not computed."""
+    return sums._replace(dq=jnp.where(masks.bits[0], sums.dq, 0.0)) if masks.halves else sums
+
+
+def gradients_of_step(own: Any, at: Any, masks: Masks, sums: Sums, ends, products, gl, diagonal, written):
     """dq, dk, de and dg of a step by name, and its parts of k . late and k . dk added to `written`.
 
     Args:
@@ -107,9 +121,10 @@ def gradients_of_step(own: Any, at: Any, sums: Sums, ends, products, gl, diagona
     """
     dev, dtype, (from_start, to_end), (read_q, read_e, late, inner) = own.dev, own.dtype, ends, products
     read_q, read_e = own.sizes.scale * from_start * read_q, -from_start * read_e
-    late, (q, k, e), diagonal = to_end * late, _tokens(own, at), along_rows(diagonal, WIDTH)
+    late, (q, k, e), diagonal = to_end * late, _tokens(own, at, masks), along_rows(diagonal, WIDTH)
     terms = q * read_q + e * read_e, k * late, inner
     dq, dk, de = sums.dq + read_q + diagonal * k, sums.dk + late + diagonal * q, sums.de + read_e
+    dq = _of_halves(masks, sums._replace(dq=dq)).dq
     written = [
         x + y[:, 0:LANES] + y[:, LANES:WIDTH] for x, y in zip(written, (terms[1], k * dk), strict=True)
     ]
@@ -120,5 +135,9 @@ def gradients_of_step(own: Any, at: Any, sums: Sums, ends, products, gl, diagona
         # What is written to the state is most of dg where its cotangent is large: it is not rounded to 8 bits.
         dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n], parts=2 if n == 3 else 1)
     dev.commit()
-    dg = jnp.where(_gates(own, at) > RESET_G2, dg + gates_of_blocks(totals, gl), 0.0)
+    dg = dg + gates_of_blocks(totals, gl)
+    if masks.halves:
+        first, second = (functools.partial(block_rows.half_of, dev, n=n) for n in range(2))
+        dq, dk, de, dg = second(dq), second(dk), first(dk), first(dg)
+    dg = jnp.where(_gates(own, at) > RESET_G2, dg, 0.0)
     return dict(q=dq, k=dk, e=de, g=dg), written

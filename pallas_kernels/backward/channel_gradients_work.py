@@ -29,6 +29,7 @@ from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.launch import num_sms, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import store_owned
 from pallas_kernels.work.workers import Place, Worker, owned
 
@@ -52,17 +53,30 @@ class Config:
         raise AssertionError("V > 256")
 
 
-def memory(config: Config, K: int, V: int, dtype, *, erases: bool, packed: bool = False) -> Memory:
-    """Shared memory of a CTA: 109 KB a warpgroup at K = V = 128."""
-    n, stages = config.warpgroups, config.stages
-    tokens = Buffer((n, stages, CHUNK, WIDTH), dtype, swizzle=32)
+def memory(
+    config: Config,
+    K: int,
+    V: int,
+    dtype,
+    *,
+    erases: bool,
+    packed: bool = False,
+    tokens: int = CHUNK,
+) -> Memory:
+    """Shared memory of a CTA: 109 KB a warpgroup at K = V = 128.
+
+    Args:
+      tokens: of a chunk.
+    """
+    n, stages, copies = config.warpgroups, config.stages, 1 if tokens == CHUNK else halves.COPIES
+    tile = Buffer((n, stages, tokens, WIDTH), dtype, swizzle=32)
     return {
         "x": Buffer((n, 3, CHUNK, V), dtype, swizzle=32),  # do, dv and u of an item
         "h": Buffer((n, 2, V, WIDTH), dtype, swizzle=32),  # h and dh of a step
-        "q": tokens,
-        "k": tokens,
-        "e": tokens if erases else None,
-        "g": Buffer((n, stages, CHUNK, WIDTH), swizzle=64),
+        "q": tile,
+        "k": tile,
+        "e": tile if erases else None,
+        "g": Buffer((n, stages, tokens, WIDTH), swizzle=64),
         "gl": Buffer((n, K)),
         "squares": Buffer((n, 2, 2, CHUNK, BLOCK), dtype, swizzle=32),  # of both scores `within` and `near`
         "far": Buffer((n, 2, CHUNK, HALF), dtype, swizzle=64),
@@ -73,7 +87,7 @@ def memory(config: Config, K: int, V: int, dtype, *, erases: bool, packed: bool 
         "operands": Buffer((n, 2, CHUNK, WIDTH), dtype, swizzle=32),
         "decays": Buffer((n, 2, block_rows.BLOCKS, WIDTH)),
         "totals": Buffer((n, TOTALS, block_rows.BLOCKS, WIDTH)),
-        "loaded_x": Barriers(arrivals=4, count=n),
+        "loaded_x": Barriers(arrivals=3 + copies, count=n),
         "loaded_h": Barriers(arrivals=2, count=n),
         "loaded": Barriers(arrivals=3 + erases, count=n * stages),
     }
@@ -84,10 +98,12 @@ class Sizes(NamedTuple):
 
     Hq: int
     Hk: int
+    He: int
     HO: int
     K: int
     V: int
     scale: float
+    halves: bool
 
     @property
     def steps(self) -> int:
@@ -111,7 +127,7 @@ class Warpgroup(Worker):
         super().__init__(gmem, smem, config=config, **static)
         self.sizes, self.stages = sizes, config.stages
         self.dtype = gmem.k.dtype
-        self.erases = gmem.e is not None
+        self.erases = gmem.e is not None and not sizes.halves
 
     def at(self, step, place: Place) -> "At":
         """A step of an item. The number of this warpgroup is asked for anew in every step: addresses that are made of
@@ -129,8 +145,12 @@ class Warpgroup(Worker):
         return getattr(self.smem, name).at[at.wg, at.stage]
 
     def load(self, name: str, at: "At") -> jax.Array:
-        """An input of a step, with zeros at tokens of other sequences."""
-        x, span = plgpu.load(self.tile(name, at), layout=WGMMA), at.place.span
+        """An input of a step, with zeros at tokens of other sequences.
+
+        Where tokens are two rows, it is [32, WIDTH] in layout HALF.
+        """
+        layout = block_rows.HALF if self.sizes.halves else WGMMA
+        x, span = plgpu.load(self.tile(name, at), layout=layout), at.place.span
         return x if span is None else jnp.where(owned(span, 0, (CHUNK, WIDTH)), x, jnp.zeros((), x.dtype))
 
     def store(self, name: str, at: "At", x: jax.Array, target: Any) -> None:
@@ -159,15 +179,23 @@ class Warpgroup(Worker):
 def load_tokens(own: Warpgroup, n) -> None:
     """Starts the copies of do, dv, u and gl of the n-th item."""
     gmem, smem, wg, place = own.gmem, own.smem, warpgroup_index(), own.place(n)
-    for i, source in enumerate(
-        (
-            gmem.do.at[place.row, place.tokens, place.head],
-            gmem.dv.at[place.row, place.tokens, place.head],
-            gmem.u.at[place.visit, place.head],
-        )
-    ):
+    sources = [gmem.dv.at[place.row, own.rows(place), place.head], gmem.u.at[place.visit, place.head]]
+    if own.sizes.halves:  # the rows of first halves are 0 since `clear_first_halves`
+        do = gmem.do.at[place.row, :, place.head]
+        halves.load(do, place.tokens.start, smem.x.at[wg, 0], smem.loaded_x.at[wg])
+    else:
+        sources.insert(0, gmem.do.at[place.row, place.tokens, place.head])
+    for i, source in enumerate(sources, 3 - len(sources)):
         plgpu.copy_gmem_to_smem(source, smem.x.at[wg, i], smem.loaded_x.at[wg])
     plgpu.copy_gmem_to_smem(gmem.gl.at[place.visit, place.head], smem.gl.at[wg], smem.loaded_x.at[wg])
+
+
+def clear_first_halves(own: Warpgroup) -> None:
+    """Zeros for the rows of do that no copy brings."""
+    tile = own.smem.x.at[own.wg, 0]
+    for column in range(0, own.sizes.V, CHUNK):
+        tile.at[:, column : column + CHUNK][...] = zeros((CHUNK, CHUNK), own.dtype)
+    plgpu.commit_smem()
 
 
 def load_states(own: Warpgroup, step) -> None:
@@ -185,7 +213,7 @@ def load_inputs(own: Warpgroup, step) -> None:
     at = own.at(step, own.place(lax.div(step, sizes.steps)))
     place, loaded = at.place, smem.loaded.at[at.wg * own.stages + at.stage]
     channels = pl.ds(lax.rem(step, sizes.steps) * WIDTH, WIDTH)
-    for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.HO), ("g", sizes.HO)):
+    for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.He), ("g", sizes.HO)):
         source = getattr(gmem, name)
         if source is not None:
             head = lax.div(place.head, sizes.HO // heads)

@@ -32,6 +32,7 @@ from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
 from pallas_kernels.device.memory import pad
 from pallas_kernels.device.needs import Needs
+from pallas_kernels.work import halves
 from pallas_kernels.work.split import work_of
 from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
 
@@ -145,6 +146,8 @@ def _run(
     dims, f32 = static.dims, jnp.float32
     B, T, N, HO, K, V = dims.B, dims.T, dims.N, dims.HO, dims.K, dims.V
     T8, K64, V64 = round_up(T, 8), round_up(K, GRANULE), round_up(V, GRANULE)
+    if x.of_halves:
+        T8 = T // 2
     g = x.g.astype(f32)
     if x.segment_ids is not None:
         g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)
@@ -158,6 +161,7 @@ def _run(
     )
     pairs, beta_t, segments = residuals
     walks: dict[str, Any] = dict(kv_layout=static.kv_layout, config=static.chains, interpret=static.interpret)
+    walks |= dict(of_halves=x.of_halves)
     items = None
     if static.segments and segments is not None:
         items, h_0 = segments.items, segments.starts
@@ -180,6 +184,7 @@ def _run(
         walked.h,
         walked.dh,
         visits,
+        of_halves=x.of_halves,
         scale=static.scale,
         config=static.gradients,
         interpret=static.interpret,
@@ -194,8 +199,8 @@ def _run(
     return ChannelCotangents(
         sum_heads(sums.dq, dims.Hq)[:, :T, :, :K],
         sum_heads(sums.dk, dims.Hk)[:, :T, :, :K],
-        None if sums.de is None else sums.de[:, :T, :, :K],
-        sum_heads(walked.dv, x.v.shape[2])[:, :T, :, :V],
+        None if x.e is None or sums.de is None else sum_heads(sums.de, x.e.shape[2])[:, :T, :, :K],
+        sum_heads(halves.second(walked.dv) if x.of_halves else walked.dv, x.v.shape[2])[:, :T, :, :V],
         sums.dg[:, :T, :, :K].astype(x.g.dtype),
         dbeta,
         dh_0,

@@ -20,6 +20,7 @@ from pallas_kernels.backward.channel_chain import adjoint_step, load_chunks, sta
 from pallas_kernels.backward.segment_adjoints import segment_role
 from pallas_kernels.chunks.channel_stages import Config
 from pallas_kernels.chunks.pairs import Pairs
+from pallas_kernels.work.halves import tokens_of
 from pallas_kernels.work.tables import Items, VisitTables
 
 
@@ -40,6 +41,7 @@ def channel_segment_adjoints(
     *,
     kv_layout: bool = False,
     items: Items,
+    of_halves: bool = False,
     config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "items HO V K"]:
@@ -57,4 +59,5 @@ def channel_segment_adjoints(
         return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     options: dict[str, Any] = dict(kv_layout=kv_layout, config=config, interpret=interpret, chains=1)
+    options |= dict(tokens=tokens_of(of_halves))
     return start("channel_segment_adjoints", _body, pairs, inputs, outputs, items, visits, **options)["e"]

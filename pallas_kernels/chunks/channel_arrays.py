@@ -10,7 +10,12 @@ from pallas_kernels.work.residuals import Segments
 
 class ChannelArrays(NamedTuple):
     """Array arguments of one call, or their shapes. Head i of the output reads head i // (HO // Hx) of an input with
-    Hx heads."""
+    Hx heads.
+
+    Where tokens are two rows (`of_halves`), beta has T rows and all else T / 2 tokens, a multiple of 32: e
+    [B, T / 2, Hk, K] are the keys that first halves erase at, which write and read nothing. Rows are in the order of
+    `work.halves`.
+    """
 
     q: Any
     k: Any
@@ -24,6 +29,11 @@ class ChannelArrays(NamedTuple):
     initial_state: Any
     cu_seqlens: Any
     segment_ids: Any
+
+    @property
+    def of_halves(self) -> bool:
+        """Whether tokens are two rows."""
+        return self.beta is not None and self.k.shape[1] != self.beta.shape[1]
 
 
 class ChannelResiduals(NamedTuple):

@@ -59,10 +59,11 @@ def _kept_transposed(dev: Device, x, first):
     return jnp.where(dev.blocks_transpose(marks) != 0.0, x, 0.0)
 
 
-def invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
+def invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem, level=None):
     """A as two halves [64, 32] float32. parts hold -K K^T, so that every merge is X + X L' X with L' = -L.
 
-    beta [64] in layout COL.
+    beta [64] in layout COL. level [64, 16], where rows of a block of 16 do not stand in the order of time: which they
+    come together in, as below.
     """
     strengths = parts_of(along_columns(beta, CHUNK))
 
@@ -74,7 +75,8 @@ def invert(dev: Device, parts, first, beta, l_smem, x_smem, xt_smem):
         return _kept(jnp.where(parts[n] != 0.0, part, 0.0), first, n)
 
     w, i, j = iota((CHUNK, BLOCK), 0) // BLOCK, iota((CHUNK, BLOCK), 0) % BLOCK, iota((CHUNK, BLOCK), 1)
-    level = i ^ j  # 2^n <= level < 2^(n + 1): first together in a block of 2^(n + 1)
+    if level is None:
+        level = i ^ j  # 2^n <= level < 2^(n + 1): first together in a block of 2^(n + 1)
     nothing = zeros((CHUNK, BLOCK), jnp.float32)
 
     l = scaled(0)

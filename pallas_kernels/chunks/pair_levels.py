@@ -1,6 +1,6 @@
 """The levels of `chunks.pairs` in registers: where tokens stand, decays inside blocks, and sums of products."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,65 @@ SLICE = 32
 """Channels that a warpgroup works on at a time: as many as registers allow."""
 
 
+def places(halves: bool) -> tuple[jax.Array, jax.Array]:
+    """Numbers of the row and of the column in a 16x16 block, as rows follow each other in time; see `work.halves`."""
+    i, j = iota((CHUNK, BLOCK), 0) & (BLOCK - 1), iota((CHUNK, BLOCK), 1)
+    return (_in_time(i), _in_time(j)) if halves else (i, j)
+
+
+def _in_time(i: jax.Array) -> jax.Array:
+    return ((i & 7) << 1) | (i >> 3)
+
+
 class Masks:
     """Where the rows and pairs of a chunk stand.
 
     Args:
       columns: of the arrays whose rows are marked.
+      halves: whether tokens are two rows, see `work.halves`.
     """
 
-    def __init__(self, dev: Device, columns: int = SLICE):
+    def __init__(self, dev: Device, columns: int = SLICE, halves: bool = False):
+        self.dev, self.halves = dev, halves
         row = iota((CHUNK, columns), 0)
         self.bits = [((row >> n) & 1) == 1 for n in range(6)]
         self.bits[3] = block_rows.second_half(dev, columns)
-        """Whether a token is in the later half of its block of 2^(n + 1)."""
-        i, j = iota((CHUNK, BLOCK), 0) & (BLOCK - 1), iota((CHUNK, BLOCK), 1)
+        """Whether a row is in the later half of its block of 2^(n + 1)."""
+        if halves:
+            self.bits[:4] = [self.bits[3], *(block_rows.token_bit(dev, columns, n) for n in range(3))]
+        i, j = places(halves)
         self.level, self.below = i ^ j, i > j
         block = iota((CHUNK, BLOCK), 0) // BLOCK
         self.odd, self.last = (block & 1) == 1, block == block_rows.BLOCKS - 1
+
+    def of_first(self, x: jax.Array, other: float) -> jax.Array:
+        """The array [64, columns] whose first halves are x [32, columns], and its second ones a number."""
+        return block_rows.joined(self.dev, x, zeros(x.shape, jnp.float32, block_rows.HALF) + other)
+
+    def of_second(self, x: jax.Array) -> jax.Array:
+        """The array [64, columns] whose second halves are x [32, columns], and its first ones zeros."""
+        return block_rows.joined(self.dev, zeros(x.shape, jnp.float32, block_rows.HALF), x)
+
+    def exchanged(self, x: jax.Array, n: int) -> jax.Array:
+        """Row i ^ 2^n of x in the place of row i, as rows follow each other in time; n is 0 to 3.
+
+        Above level 0 both rows of a token hold the same numbers here, for the second one does not decay.
+        """
+        if self.halves and n > 0:
+            return block_rows.exchanged_tokens(self.dev, x, 1 << (n - 1))
+        return block_rows.exchanged(self.dev, x, BLOCK // 2 if self.halves else 1 << n)
+
+    def computed(self, arrays: Any, decays: Any) -> tuple[Any, Any]:
+        """Both trees, which LLVM cannot put off computing until they are used.
+
+        Args:
+          decays: where tokens are two rows, the same in both rows.
+        """
+        if not self.halves:
+            return lax.optimization_barrier((arrays, decays))
+        decays = jax.tree.map(lambda x: block_rows.half_of(self.dev, x, 0), decays)
+        arrays, decays = lax.optimization_barrier((arrays, decays))
+        return arrays, jax.tree.map(lambda x: block_rows.joined(self.dev, x, x), decays)
 
 
 class Decays(NamedTuple):
@@ -47,23 +90,23 @@ class Decays(NamedTuple):
 
     @classmethod
     def merged(
-        cls, dev: Device, halves: "Decays | None", alpha: jax.Array, later: jax.Array, n: int
+        cls, masks: Masks, halves: "Decays | None", alpha: jax.Array, n: int
     ) -> "tuple[jax.Array, Decays]":
         """Factors of the tokens in the products of the two halves of a block, and the decays in it.
 
         Args:
           halves: decays in blocks of 2^n tokens; None for single tokens, whose decays are alpha.
-          later: marks the tokens of the later halves.
         """
+        later = masks.bits[n]
         if halves is None:
-            other = block_rows.exchanged(dev, alpha, 1)
+            other = masks.exchanged(alpha, 0)
             factor, from_first = jnp.where(later, 1.0, other), jnp.where(later, alpha, 1.0)
             return factor, cls(
                 jnp.where(later, other, alpha), jnp.where(later, alpha, other), from_first, factor
             )
         first, rest, from_first, to_end = halves
-        other_first = block_rows.exchanged(dev, first, 1 << n)
-        other_rest = block_rows.exchanged(dev, rest, 1 << n)
+        other_first = masks.exchanged(first, n)
+        other_rest = masks.exchanged(rest, n)
         return jnp.where(later, from_first, to_end * other_first), cls(
             jnp.where(later, other_first, first),
             rest * other_rest * jnp.where(later, first, other_first),
@@ -145,7 +188,7 @@ def products_within(
 
     decays = None
     for n in range(4):
-        factor, decays = Decays.merged(dev, decays, alpha, masks.bits[n], n)
+        factor, decays = Decays.merged(masks, decays, alpha, n)
         rows_e, rows_q, columns = halves.scaled(factor)
         erased = erased._replace(diagonal=blocks(erased.diagonal, rows_e, columns, n))
         read = read._replace(diagonal=blocks(read.diagonal, rows_q, columns, n))

@@ -20,10 +20,14 @@ times one number. No number depends on a gate of a later token. gl is 2 to a sum
 Levels of 1 to 8 tokens are warp-level mma on the diagonal 16x16 blocks, whose fragments are operands as they lie. For
 levels of 16 and 32 the columns go through shared memory, and the decays of whole blocks with them.
 
+Tokens that are two rows (`work.halves`): e [B, T, He, K] are the keys of first halves, which decay; k and q those of
+second ones, which do not. Level 0 has no decay, and the other levels have one factor for both rows of a token: no
+number but the products is computed twice. First halves are not read: P and qg have the rows of second ones alone.
+
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], e [B, T, HO, K] (optional), g [B, T, HO, K] float32, beta [B, HO,
 NT C] float32, tables of visits int32 (packed rows).
-Outputs (GMEM): t, p [visits, HO, C, C], kg, qg, kr [visits, HO, C, K] in k's dtype, gl [visits, HO, K] float32. What
-belongs to the padding is not written.
+Outputs (GMEM): t, p [visits, HO, C, C], kg, qg, kr [visits, HO, C, K] in k's dtype, gl [visits, HO, K] float32; p and
+qg have 32 rows where tokens are two. What belongs to the padding is not written.
 Grid: persistent, one CTA per SM with independent warpgroups; each walks over (visit, output head).
 Shared memory: `_memory`, 109 KB a warpgroup at K = 128. kg, qg and kr overwrite the slices of e, q and k.
 Hardware: compute capability 9.0. Limits: K a multiple of 64 up to 256. Products of tokens have float16 operands: keys
@@ -66,6 +70,7 @@ from pallas_kernels.device.memory import (
     smem_bytes,
     transposed,
 )
+from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.spans import Span
 from pallas_kernels.work.tables import VisitTables, table_inputs
@@ -89,15 +94,19 @@ class Config:
         raise AssertionError("K > 256")
 
 
-def _memory(config: Config, K: int, dtype, *, erases: bool) -> Memory:
-    """Shared memory of a CTA. A tile of tokens lies in slices of channels."""
+def _memory(config: Config, K: int, dtype, *, erases: bool, tokens: int = CHUNK) -> Memory:
+    """Shared memory of a CTA. Tiles lie in slices of channels.
+
+    Args:
+      tokens: of a chunk.
+    """
     n, slices = config.warpgroups, K // SLICE
-    tokens = Buffer((n, slices, CHUNK, SLICE), dtype, swizzle=64)
+    rows = Buffer((n, slices, CHUNK, SLICE), dtype, swizzle=64)
     return {
-        "q": tokens,
-        "k": tokens,
-        "e": tokens,
-        "g": Buffer((n, slices, CHUNK, SLICE), swizzle=128),
+        "q": Buffer((n, slices, tokens, SLICE), dtype, swizzle=64),
+        "k": rows,
+        "e": rows,
+        "g": Buffer((n, slices, tokens, SLICE), swizzle=128),
         "beta": Buffer((n, CHUNK)),
         "gl": Buffer((n, slices, SLICE)),
         "blocks": Buffer((n, 3, block_rows.BLOCKS, SLICE)),
@@ -114,10 +123,12 @@ class _Sizes(NamedTuple):
 
     Hq: int
     Hk: int
+    He: int
     HO: int
     K: int
     scale: float
     normalize: bool
+    halves: bool
 
     @property
     def slices(self) -> int:
@@ -131,22 +142,23 @@ class _Warpgroup(Worker):
     def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, **static):
         super().__init__(gmem, smem, **static)
         self.sizes = sizes
+        self.erases = gmem.e is not None and not sizes.halves
 
 
 def _load(own: _Warpgroup, n) -> None:
     """Starts the copies of the n-th item."""
     gmem, smem, sizes, wg = own.gmem, own.smem, own.sizes, own.wg
-    _, head, row, tokens, _ = own.place(n)
-    loaded = smem.loaded.at[wg]
+    place = own.place(n)
+    loaded, tokens = smem.loaded.at[wg], pl.ds(0, own.work.tokens)
     for j in range(sizes.slices):
         channels = pl.ds(j * SLICE, SLICE)
-        for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.HO)):
-            source, tile = getattr(gmem, name), getattr(smem, name)
+        for name, heads in (("q", sizes.Hq), ("k", sizes.Hk), ("e", sizes.He), ("g", sizes.HO)):
+            source, tile = getattr(gmem, name), getattr(smem, name).at[wg, j]
             if source is not None:
-                of_head = lax.div(head, sizes.HO // heads)
-                plgpu.copy_gmem_to_smem(source.at[row, tokens, of_head, channels], tile.at[wg, j], loaded)
-        plgpu.copy_gmem_to_smem(gmem.g.at[row, tokens, head, channels], smem.g.at[wg, j], loaded)
-    plgpu.copy_gmem_to_smem(gmem.beta.at[row, head, tokens], smem.beta.at[wg], loaded)
+                head = place.head if name == "g" else lax.div(place.head, sizes.HO // heads)
+                tile = tile.at[tokens] if sizes.halves else tile
+                plgpu.copy_gmem_to_smem(source.at[place.row, place.tokens, head, channels], tile, loaded)
+    plgpu.copy_gmem_to_smem(gmem.beta.at[place.row, place.head, own.rows(place)], smem.beta.at[wg], loaded)
 
 
 def _reciprocal_norms(own: _Warpgroup, tile: Any) -> jax.Array:
@@ -164,7 +176,11 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     """One slice of channels: its part of all sums of products, and what it leaves of kg, qg, kr and gl."""
     smem, dev, wg = own.smem, own.dev, own.wg
     erased, read, same = carry
-    erases = own.gmem.e is not None
+    erases = own.erases
+
+    def half(tile):
+        tokens = tile.at[wg, j, pl.ds(0, halves.TOKENS)]
+        return plgpu.load(tokens, layout=block_rows.HALF).astype(jnp.float32)
 
     def load(tile, factors=None):
         x = plgpu.load(tile.at[wg, j], layout=WGMMA).astype(jnp.float32)
@@ -172,10 +188,16 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
             x = jnp.where(owned(span, 0, (CHUNK, SLICE)), x, 0.0)
         return x if factors is None else x * along_rows(factors, SLICE)
 
-    g2 = jnp.maximum(load(smem.g) * LOG2_E, RESET_G2)
+    g2 = jnp.maximum((half if masks.halves else load)(smem.g) * LOG2_E, RESET_G2)
+    alpha = functools.partial(jnp.exp2, g2)
+    if masks.halves:
+        g2, alpha = masks.of_first(g2, 0.0), functools.partial(masks.of_first, alpha(), 1.0)
 
     def tokens():
         """Queries, keys and erase keys. They are loaded twice, for they would take registers in between."""
+        if masks.halves:
+            k = block_rows.joined(dev, half(smem.e), half(smem.k))
+            return masks.of_second(half(smem.q)), k, k
         k = load(smem.k, rstd[1])
         return load(smem.q, rstd[0]), k, load(smem.e) if erases else k
 
@@ -183,23 +205,23 @@ def _slice(own: _Warpgroup, span: Span | None, rstd, masks: Masks, j, carry):
     q_half, k_half = q.astype(jnp.float16), k.astype(jnp.float16)
     e_half = e.astype(jnp.float16) if erases else k_half
     same = same + jnp.sum(q * k, axis=1)
-    block_rows.store_row_sums(dev, smem.blocks.at[wg, 2], g2)
+    block_rows.store_row_sums(dev, smem.blocks.at[wg, 2], g2, masks.halves)
 
-    halves = Halves(e_half, q_half, k_half)
-    erased, read, decays = products_within(dev, masks, halves, jnp.exp2(g2), erased, read)
+    operands = Halves(e_half, q_half, k_half)
+    erased, read, decays = products_within(dev, masks, operands, alpha(), erased, read)
     block_rows.store_first_rows(dev, smem.blocks.at[wg, 0], decays.first)
     block_rows.store_first_rows(dev, smem.blocks.at[wg, 1], decays.rest)
     plgpu.commit_smem()
     between = block_rows.block_decays(dev, smem.blocks.at[wg, 0], smem.blocks.at[wg, 1], SLICE)
-    near = halves.scaled(jnp.where(masks.bits[4], decays.from_first, decays.to_end) * between.near)
-    far = halves.scaled(jnp.where(masks.bits[5], decays.from_first, decays.to_end) * between.far)
+    near = operands.scaled(jnp.where(masks.bits[4], decays.from_first, decays.to_end) * between.near)
+    far = operands.scaled(jnp.where(masks.bits[5], decays.from_first, decays.to_end) * between.far)
     erased, read = _between_blocks(own, erased, read, near, far)
 
     from_start, to_end = decays.from_first * decays.first * between.before, decays.to_end * between.after
     q, k, e = tokens()
     dtype = smem.k.dtype
     smem.e.at[wg, j][...] = (e * from_start).astype(dtype)
-    smem.q.at[wg, j][...] = (q * (own.sizes.scale * from_start)).astype(dtype)
+    smem.q.at[wg, j][...] = _read(own, q * (own.sizes.scale * from_start)).astype(dtype)
     smem.k.at[wg, j][...] = (k * to_end).astype(dtype)
     sums = [plgpu.load(smem.blocks.at[wg, 2, w], layout=COL) for w in range(block_rows.BLOCKS)]
     smem.gl.at[wg, j][...] = jnp.exp2(sums[0] + sums[1] + sums[2] + sums[3])
@@ -230,23 +252,31 @@ def _matrices(own: _Warpgroup, masks: Masks, erased: Sums, read: Sums, same) -> 
     smem, wg, sizes = own.smem, own.wg, own.sizes
     beta = plgpu.load(smem.beta.at[wg], layout=COL)
     strengths = along_columns(beta, CHUNK)
-    parts = erased.strictly_lower(masks)
-    t = invert(
-        own.dev, tuple(-x for x in parts), None, beta, smem.near.at[wg], smem.far.at[wg], smem.x_t.at[wg]
-    )
+    parts = tuple(-x for x in erased.strictly_lower(masks))
+    tiles = smem.near.at[wg], smem.far.at[wg], smem.x_t.at[wg]
+    t = invert(own.dev, parts, None, beta, *tiles, level=masks.level if masks.halves else None)
 
     p = read.lower(masks, same)
     p = p[0] * strengths[:, 0:HALF], p[1] * strengths[:, HALF:CHUNK]
-    for n, x in enumerate((*t, sizes.scale * p[0], sizes.scale * p[1])):
+    for n, x in enumerate(t):
         smem.out.at[wg, n][...] = x.astype(smem.out.dtype)
+    for n, x in enumerate(p, 2):
+        smem.out.at[wg, n, pl.ds(0, own.work.tokens)][...] = _read(own, sizes.scale * x).astype(
+            smem.out.dtype
+        )
+
+
+def _read(own: _Warpgroup, x: jax.Array) -> jax.Array:
+    """The rows of x that are read: those of second halves, where tokens are two."""
+    return block_rows.half_of(own.dev, x, 1) if own.sizes.halves else x
 
 
 def _store(own: _Warpgroup, visit, head) -> None:
     """Starts the copies of an item's results."""
-    gmem, smem, wg = own.gmem, own.smem, own.wg
+    gmem, smem, wg, tokens = own.gmem, own.smem, own.wg, pl.ds(0, own.work.tokens)
     for n, destination in enumerate((gmem.t, gmem.t, gmem.p, gmem.p)):
-        columns = pl.ds(n % 2 * HALF, HALF)
-        plgpu.copy_smem_to_gmem(smem.out.at[wg, n], destination.at[visit, head, :, columns])
+        tile = smem.out.at[wg, n] if n < 2 else smem.out.at[wg, n, tokens]
+        plgpu.copy_smem_to_gmem(tile, destination.at[visit, head, :, pl.ds(n % 2 * HALF, HALF)])
     for j in range(own.sizes.slices):
         channels = pl.ds(j * SLICE, SLICE)
         for tile, destination in ((smem.e, gmem.kg), (smem.q, gmem.qg), (smem.k, gmem.kr)):
@@ -264,7 +294,7 @@ def _item(own: _Warpgroup, n, _):
     rstd = (None, None)
     if sizes.normalize:
         rstd = _reciprocal_norms(own, smem.q), _reciprocal_norms(own, smem.k)
-    masks = Masks(own.dev)
+    masks = Masks(own.dev, halves=sizes.halves)
     start = Sums.of_nothing(), Sums.of_nothing(), plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROW)
     step = functools.partial(_slice, own, span, rstd, masks)
     erased, read, same = lax.fori_loop(0, sizes.slices, step, start)
@@ -287,9 +317,9 @@ class Pairs(NamedTuple):
     """Results of `channel_pairs`; see the module docstring."""
 
     t: Float[Array, "visits HO C C"]
-    p: Float[Array, "visits HO C C"]
+    p: Float[Array, "visits HO read C"]
     kg: Float[Array, "visits HO C K"]
-    qg: Float[Array, "visits HO C K"]
+    qg: Float[Array, "visits HO read K"]
     kr: Float[Array, "visits HO C K"]
     gl: Float[Array, "visits HO K"]
 
@@ -299,8 +329,9 @@ def channel_pairs(
     k: Float[Array, "B T Hk K"],
     g: Float[Array, "B T HO K"],
     beta: Float[Array, "B HO T64"],
-    e: Float[Array, "B T HO K"] | None = None,
+    e: Float[Array, "B T He K"] | None = None,
     *,
+    of_halves: bool = False,
     scale: float = 1.0,
     normalize: bool = False,
     visits: VisitTables | None = None,
@@ -313,34 +344,41 @@ def channel_pairs(
       q, k, e: bfloat16 or float16; K a multiple of 64, T a multiple of 8. e: erase keys, None for k.
       g: log decays, natural logarithm, float32, <= 0, -inf for a reset.
       beta: write strengths, head-major, float32, T rounded up to chunks.
+      of_halves: whether tokens are two rows, of which e and g are the first ones' and q and k the second ones'; beta
+        has both. T is then a multiple of 32, e has as many heads as it wants, and there are no visits.
       scale: factor of the output.
       normalize: whether q and k are divided by their norms; not together with e.
       visits: of packed rows.
     """
-    (B, T, Hk, K), HO = k.shape, g.shape[2]
+    (B, T, Hk, K), HO, He = k.shape, g.shape[2], g.shape[2] if e is None else e.shape[2]
+    if of_halves:
+        T = 2 * T
     if normalize and e is not None:
         raise ValueError("normalize: expected False where erase keys are given, got True")
     num_chunks = -(-T // CHUNK)
     N = B if visits is None else visits.cu_seqlens.shape[0] - 1
     count = B * num_chunks if visits is None else visits.chunk.shape[0]
     config = config or Config.default(K, e is not None)
-    sizes, work = _Sizes(q.shape[2], Hk, HO, K, float(scale), normalize), VisitSizes(HO, N, num_chunks, count)
+    read = halves.tokens_of(of_halves)
+    sizes = _Sizes(q.shape[2], Hk, He, HO, K, float(scale), normalize, of_halves)
+    work = VisitSizes(HO, N, num_chunks, count, read)
+    assert e is not None or not of_halves
     S = jax.ShapeDtypeStruct
-    square, tokens = S((count, HO, CHUNK, CHUNK), k.dtype), S((count, HO, CHUNK, K), k.dtype)
+    keys = S((count, HO, CHUNK, K), k.dtype)
     tables = table_inputs(None, visits)
     results = launch(
         "channel_pairs",
         functools.partial(_body, config=config, sizes=sizes, work=work, interpreted=interpret is not None),
         inputs={"q": q, "k": k, "e": e, "g": g, "beta": beta} | tables,
         outputs={
-            "t": square,
-            "p": square,
-            "kg": tokens,
-            "qg": tokens,
-            "kr": tokens,
+            "t": S((count, HO, CHUNK, CHUNK), k.dtype),
+            "p": S((count, HO, read, CHUNK), k.dtype),
+            "kg": keys,
+            "qg": S((count, HO, read, K), k.dtype),
+            "kr": keys,
             "gl": S((count, HO, K), jnp.float32),
         },
-        memory=_memory(config, K, k.dtype, erases=e is not None),
+        memory=_memory(config, K, k.dtype, erases=e is not None, tokens=read),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         interpret=interpret,

@@ -22,6 +22,14 @@ from pallas_kernels.device.operations import Device, _elements, _registers, _war
 BLOCKS = 4
 """Blocks of 16 rows in a chunk, one in each warp."""
 
+HALF = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+"""Layout of eight rows of every block of [64, columns], as [32, columns].
+
+A thread has the same of them as in the layout WGMMA.
+"""
+
 
 def exchanged(dev: Device, x: jax.Array, distance: int) -> jax.Array:
     """Row i ^ distance of x [64, columns] float32 in the place of row i; distance is 1, 2, 4 or 8."""
@@ -30,11 +38,54 @@ def exchanged(dev: Device, x: jax.Array, distance: int) -> jax.Array:
     return _exchanged(x.shape, distance)(x)
 
 
+def exchanged_tokens(dev: Device, x: jax.Array, distance: int) -> jax.Array:
+    """Row i ^ distance of the first eight rows of every block in the place of row i and of row i + 8, float32;
+    distance is 1, 2 or 4. A thread's two rows are then one number, and so is what is computed of them."""
+    if dev.interpreted:
+        first = x.reshape(BLOCKS, 2, -1, 2, distance, x.shape[1])[:, :1, :, ::-1]
+        return jnp.broadcast_to(first, (BLOCKS, 2, *first.shape[2:])).reshape(x.shape)
+    return _exchanged(x.shape, distance, True)(x)
+
+
 def second_half(dev: Device, columns: int) -> jax.Array:
     """Marks the last eight rows of every block of [64, columns]: on the device constants, no numbers."""
     if dev.interpreted:
         return (iota((CHUNK, columns), 0) & 8) != 0
     return _second_half(columns)() != 0
+
+
+def token_bit(dev: Device, columns: int, n: int) -> jax.Array:
+    """Marks rows of [64, columns] whose number has bit n, 0 to 2. On the device both rows of a thread have one."""
+    if dev.interpreted:
+        return ((iota((CHUNK, columns), 0) >> n) & 1) == 1
+    return _token_bit(columns, n)() != 0
+
+
+def half_of(dev: Device, x: jax.Array, n: int) -> jax.Array:
+    """The first eight rows of every block of x [64, columns], n = 0, or its last eight: [32, columns] in layout
+    HALF."""
+    if dev.interpreted:
+        return x.reshape(BLOCKS, 2, 8, -1)[:, n].reshape(CHUNK // 2, -1)
+    return _half_of(x.shape[1], x.dtype, n)(x)
+
+
+def joined(dev: Device, first: jax.Array, last: jax.Array) -> jax.Array:
+    """The array [64, columns] whose parts are those of `half_of`; all float32."""
+    if dev.interpreted:
+        parts = [x.reshape(BLOCKS, 1, 8, -1) for x in (first, last)]
+        return jnp.concatenate(parts, 1).reshape(CHUNK, -1)
+    return _joined(first.shape[1])(first, last)
+
+
+def in_rows(dev: Device, x: jax.Array) -> jax.Array:
+    """x [64, 32], float32, in the last eight of every 16 columns of [64, 64], with zeros in the others; x [64, 64] as
+    it is."""
+    if x.shape[1] == CHUNK:
+        return x
+    if dev.interpreted:
+        parts = x.reshape(CHUNK, BLOCKS, 1, 8)
+        return jnp.concatenate([jnp.zeros_like(parts), parts], 2).reshape(CHUNK, CHUNK)
+    return _in_rows()(x)
 
 
 def store_first_rows(dev: Device, ref: Any, x: jax.Array) -> None:
@@ -45,10 +96,13 @@ def store_first_rows(dev: Device, ref: Any, x: jax.Array) -> None:
         _store_first_rows(x.shape)(ref, x)
 
 
-def store_row_sums(dev: Device, ref: Any, x: jax.Array) -> None:
-    """The sum of the rows of every block of x [64, columns] to shared memory [4, columns]."""
-    for distance in (8, 4, 2, 1):
-        x = x + exchanged(dev, x, distance)
+def store_row_sums(dev: Device, ref: Any, x: jax.Array, halves: bool = False) -> None:
+    """The sum of the rows of every block of x [64, columns] to shared memory [4, columns].
+
+    halves: of the first eight rows of every block.
+    """
+    for distance in (4, 2, 1) if halves else (8, 4, 2, 1):
+        x = x + (exchanged_tokens if halves else exchanged)(dev, x, distance)
     store_first_rows(dev, ref, x)
 
 
@@ -100,8 +154,11 @@ class _Float:
 
 
 @functools.cache
-def _exchanged(shape: tuple[int, int], distance: int):
-    """The operation for arrays of a shape."""
+def _exchanged(shape: tuple[int, int], distance: int, of_first: bool = False):
+    """The operation for arrays of a shape.
+
+    of_first: whether both rows of a thread get what its first one gets.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), WGMMA)
@@ -111,7 +168,10 @@ def _exchanged(shape: tuple[int, int], distance: int):
         if distance == 8:  # of each eight columns a thread has two rows, eight apart
             return _registers([registers[n ^ 1] for n in range(len(registers))], x)
         values = []
-        for register in registers:
+        for n, register in enumerate(registers):
+            if of_first and n % 2:
+                values.append(values[-1])
+                continue
             moved = [utils.shfl_bfly(y, 4 * distance) for y in _elements(register)]
             values.append(vector.from_elements(register.type, moved))
         return _registers(values, x)
@@ -132,6 +192,61 @@ def _second_half(columns: int):
         return _array(halves * (columns // 8), columns, is_signed=True)
 
     return marks
+
+
+@functools.cache
+def _token_bit(columns: int, n: int):
+    """The operation for arrays with so many columns."""
+    struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.int32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=struct)
+    def marks(ctx):
+        i32 = ir.IntegerType.get_signless(32)
+        bit = arith.andi(_warp_and_lane()[1], utils.c(4 << n, i32))
+        both = vector.from_elements(ir.VectorType.get((2,), i32), [bit] * 2)
+        return _array([both] * (columns // 4), columns, is_signed=True)
+
+    return marks
+
+
+@functools.cache
+def _half_of(columns: int, dtype: Any, n: int):
+    """The operation for arrays with so many columns."""
+    struct = plgpu.ShapeDtypeStruct((CHUNK // 2, columns), jnp.dtype(dtype), HALF)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=struct)
+    def half(ctx, x):
+        return _array(list(x.registers.flat)[n::2], columns, rows=CHUNK // 2)
+
+    return half
+
+
+@functools.cache
+def _joined(columns: int):
+    """The operation whose results have so many columns."""
+    struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.float32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(HALF, HALF), return_type=struct)
+    def join(ctx, first, last):
+        pairs = zip(first.registers.flat, last.registers.flat, strict=True)
+        return _array([register for pair in pairs for register in pair], columns)
+
+    return join
+
+
+@functools.cache
+def _in_rows():
+    """The operation."""
+    struct = plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.dtype(jnp.float32), WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=struct)
+    def spread(ctx, x):
+        zero = vector.from_elements(_pair(), [utils.c(0.0, ir.F32Type.get())] * 2)
+        registers = list(x.registers.flat)
+        eights = [[zero, zero, *registers[n : n + 2]] for n in range(0, len(registers), 2)]
+        return _array([register for eight in eights for register in eight], CHUNK)
+
+    return spread
 
 
 def _first_column(lane: ir.Value) -> ir.Value:
@@ -197,11 +312,13 @@ def _block_decays(columns: int):
 
 
 def _array(
-    values: list[ir.Value], columns: int, is_signed: bool | None = None
+    values: list[ir.Value], columns: int, is_signed: bool | None = None, rows: int = CHUNK
 ) -> fragmented_array.FragmentedArray:
-    shape = fragmented_array.WGMMA_LAYOUT.registers_shape((CHUNK, columns))
+    layout = fragmented_array.WGMMA_LAYOUT if rows == CHUNK else HALF.to_mgpu()
     registers = np.empty(len(values), dtype=object)
     registers[:] = values
     return fragmented_array.FragmentedArray(
-        _registers=registers.reshape(shape), _layout=fragmented_array.WGMMA_LAYOUT, _is_signed=is_signed
+        _registers=registers.reshape(layout.registers_shape((rows, columns))),
+        _layout=layout,
+        _is_signed=is_signed,
     )

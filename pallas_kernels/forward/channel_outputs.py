@@ -33,6 +33,7 @@ from pallas_kernels.forward.channel_walk import (
 )
 from pallas_kernels.forward.outputs import state_role, store_o
 from pallas_kernels.forward.walk import ROWS, Cta, Sizes
+from pallas_kernels.work.halves import tokens_of
 from pallas_kernels.work.slots import PoolStates, slot_inputs
 from pallas_kernels.work.tables import Items, VisitTables, table_inputs
 
@@ -42,10 +43,10 @@ def default_config(K: int, state_warpgroups: int) -> Config:
     return Config.most_stages(state_warpgroups, lambda x: _memory(x, K, jnp.bfloat16))
 
 
-def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
+def _memory(config: Config, K: int, dtype, *, packed: bool = False, tokens: int = CHUNK) -> Memory:
     """Shared memory of a CTA."""
-    out = Buffer((config.state_warpgroups, CHUNK, ROWS), dtype, swizzle=128, also_flat=packed)
-    return {**stages_memory(config, K, dtype, reads=True), "out": out}
+    out = Buffer((config.state_warpgroups, tokens, ROWS), dtype, swizzle=128, also_flat=packed)
+    return {**stages_memory(config, K, dtype, reads=True, tokens=tokens), "out": out}
 
 
 def _step(cta: Cta, i, carry):
@@ -53,7 +54,7 @@ def _step(cta: Cta, i, carry):
     h, h_operand, o_previous = carry
     smem, dev = cta.smem, cta.dev
     early, late = stages_of(cta, i)
-    accumulator = plgpu.ACC((ROWS, CHUNK), jnp.float32)
+    accumulator, read = (plgpu.ACC((ROWS, n), jnp.float32) for n in (CHUNK, cta.sizes.tokens))
     wait_for_chunk(cta, early)
 
     def store_previous():
@@ -75,7 +76,7 @@ def _step(cta: Cta, i, carry):
 
         return pl.run_scoped(correct, accumulator)
 
-    start, read, w, beta = pl.run_scoped(solve, accumulator, accumulator)
+    start, read, w, beta = pl.run_scoped(solve, accumulator, read)
     written, rounded = (w * beta).astype(cta.dtype), w.astype(cta.dtype)
     plgpu.barrier_wait(smem.late.at[late])
 
@@ -101,6 +102,7 @@ def channel_outputs(
     *,
     items: Items,
     visits: VisitTables | None,
+    of_halves: bool = False,
     states: PoolStates | None = None,
     kv_layout: bool = False,
     h_0_kv_layout: bool = False,
@@ -111,6 +113,7 @@ def channel_outputs(
 
     Args:
       v: bfloat16 or float16, V a multiple of 64, T a multiple of 8.
+      of_halves: whether tokens are two rows, of which v and o are the second ones', as for `channel_pairs`.
       beta: write strengths, head-major.
       pairs: of `channel_pairs`.
       visits: of packed rows, as for `channel_pairs`.
@@ -118,12 +121,13 @@ def channel_outputs(
     """
     (B, T, HV, V), (HO, K), (split, tables) = v.shape, pairs.gl.shape[1:], items
     N = B if tables is None else tables.cu_seqlens.shape[0] - 1
+    tokens = tokens_of(of_halves)
     config = config or default_config(K, 2 if V % (2 * ROWS) == 0 else 1)
     n = config.state_warpgroups
     if V % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     sizes = Sizes(
-        T=T,
+        T=T * (CHUNK // tokens),
         N=N,
         Hq=HO,
         Hk=HO,
@@ -136,6 +140,7 @@ def channel_outputs(
         kv_layout=kv_layout,
         h_0_kv_layout=h_0_kv_layout,
         slots=None if states is None else states.slots,
+        tokens=tokens,
     )
     # With h_0 all reading is done. Without, a sequence may write where another still has to read.
     in_place = states is not None and (states.write_slots is None or h_0 is not None)
@@ -159,7 +164,7 @@ def channel_outputs(
             "final": None if in_place else jax.ShapeDtypeStruct(final, jnp.float32),
         },
         updated=updated,
-        memory=_memory(config, K, v.dtype, packed=tables is not None),
+        memory=_memory(config, K, v.dtype, packed=tables is not None, tokens=tokens),
         ctas=split.num_items * HO * sizes.tiles,
         warpgroups=config.warpgroups,
         auto_barriers=False,

@@ -91,7 +91,7 @@ def forward(
 
     Numerics: operands of products rounded to q's dtype (float16 between tokens), sums, gates and states in float32.
     """
-    known, shape = known_lengths(x.cu_seqlens), (*x.q.shape[:2], dims.HO, dims.V)
+    known, shape = known_lengths(x.cu_seqlens), (*x.v.shape[:2], dims.HO, dims.V)
     if known is not None and common_length(known, dims.T):
         x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=dims.T // dims.N)
     config, packed = config or Config(), x.cu_seqlens is not None
@@ -138,7 +138,8 @@ def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | 
     """The kernels in order, with the padding around them."""
     dims, config, interpret, f32 = static.dims, static.config, static.interpret, jnp.float32
     B, T, HO, K, V = dims.B, dims.T, dims.HO, dims.K, dims.V
-    T8, K64, V64 = round_up(T, 8), round_up(K, GRANULE), round_up(V, GRANULE)
+    tokens = T // 2 if x.of_halves else T
+    T8, K64, V64 = round_up(tokens, 8), round_up(K, GRANULE), round_up(V, GRANULE)
     g = x.g.astype(f32)
     if x.segment_ids is not None:
         g = jnp.where(changes_segment(x.segment_ids)[..., None, None], -jnp.inf, g)
@@ -153,13 +154,14 @@ def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | 
         g,
         beta_t,
         e,
+        of_halves=x.of_halves,
         scale=static.scale,
         normalize=static.use_qk_l2norm,
         visits=visits,
         config=config.pairs,
         interpret=interpret,
     )
-    options: dict[str, Any] = dict(items=items, visits=visits, interpret=interpret)
+    options: dict[str, Any] = dict(items=items, visits=visits, of_halves=x.of_halves, interpret=interpret)
     h_0, segments = _padded_states(static, x.initial_state, K64, V64), None
     if items.split.segment_chunks is not None:
         e_t, m_t = channel_transitions(v, beta_t, pairs, **options)
@@ -183,8 +185,8 @@ def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | 
         config=config.outputs,
         **options,
     )
-    if (T8, V64) != (T, V):
-        o = o[:, :T, :, :V]
+    if (T8, V64) != (tokens, V):
+        o = o[:, :tokens, :, :V]
     if (K64, V64) != (K, V):
         final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
     return o, final, ChannelResiduals(pairs, beta_t, segments)

@@ -29,6 +29,7 @@ from pallas_kernels.forward.channel_walk import (
 )
 from pallas_kernels.forward.transitions import Transitions, of_e, skip_last, state_role
 from pallas_kernels.forward.walk import ROWS, Cta, Sizes
+from pallas_kernels.work.halves import tokens_of
 from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.tables import Items, VisitTables, table_inputs
 
@@ -38,10 +39,10 @@ def default_config(K: int, state_warpgroups: int) -> Config:
     return Config.most_stages(state_warpgroups, lambda x: _memory(x, K, jnp.bfloat16))
 
 
-def _memory(config: Config, K: int, dtype) -> Memory:
+def _memory(config: Config, K: int, dtype, tokens: int = CHUNK) -> Memory:
     """Shared memory of a CTA."""
     out = Buffer((config.state_warpgroups, ROWS, K), dtype, swizzle=128)
-    return {**stages_memory(config, K, dtype, reads=False), "out": out}
+    return {**stages_memory(config, K, dtype, reads=False, tokens=tokens), "out": out}
 
 
 def _step(cta: Cta, i, carry):
@@ -88,6 +89,7 @@ def channel_transitions(
     *,
     items: Items,
     visits: VisitTables | None,
+    of_halves: bool = False,
     config: Config | None = None,
     interpret=None,
 ) -> Transitions:
@@ -103,7 +105,8 @@ def channel_transitions(
     if V % (ROWS * n) or all_rows % (ROWS * n):
         raise ValueError(f"config.state_warpgroups: expected a divisor of {V // ROWS} row tiles, got {n}")
     tiles = all_rows // (ROWS * n)
-    sizes = Sizes(T=T, N=N, Hq=HO, Hk=HO, HV=HV, HO=HO, K=K, V=V, tiles=tiles, split=split)
+    tokens, heads = tokens_of(of_halves), dict(Hq=HO, Hk=HO, HV=HV, HO=HO)
+    sizes = Sizes(T * (CHUNK // tokens), N, **heads, K=K, V=V, tiles=tiles, split=split, tokens=tokens)
     inputs = {"v": v, "beta": beta, "t": pairs.t, "kg": pairs.kg, "kr": pairs.kr, "gl": pairs.gl}
     state = functools.partial(state_role, step=_step)
     results = launch(
@@ -122,7 +125,7 @@ def channel_transitions(
             "diagonal": jax.ShapeDtypeStruct((split.num_items, HO, K), jnp.float32),
             "rest": jax.ShapeDtypeStruct((split.num_items, HO, K, K), v.dtype),
         },
-        memory=_memory(config, K, v.dtype),
+        memory=_memory(config, K, v.dtype, tokens),
         ctas=split.num_items * HO * tiles,
         warpgroups=config.warpgroups,
         auto_barriers=False,

@@ -33,24 +33,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.chunks.channel_stages import Config, loader, owned_tokens
 from pallas_kernels.device.layouts import CHUNK, WGMMA
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, transposed
+from pallas_kernels.device.rows import in_rows
 from pallas_kernels.forward.walk import ROWS, Cta
 
 
-def stages_memory(config: Config, K: int, dtype, *, reads: bool) -> Memory:
+def stages_memory(config: Config, K: int, dtype, *, reads: bool, tokens: int) -> Memory:
     """The rings of stages.
 
     Args:
       reads: whether outputs are made.
+      tokens: of a chunk, see `work.halves`.
     """
     n, early, late = config.state_warpgroups, config.early_stages, config.late_stages
     keys, square = (CHUNK, K), (CHUNK, CHUNK)
     return {
         "kg": Buffer((early, *keys), dtype, swizzle=128),
-        "qg": Buffer((early, *keys), dtype, swizzle=128) if reads else None,
-        "v": Buffer((early, CHUNK, ROWS * n), dtype, swizzle=128),
+        "qg": Buffer((early, tokens, K), dtype, swizzle=128) if reads else None,
+        "v": Buffer((early, tokens, ROWS * n), dtype, swizzle=128),
         "t": Buffer((early, *square), dtype, swizzle=128),
         "kr": Buffer((late, *keys), dtype, swizzle=128),
-        "p": Buffer((late, *square), dtype, swizzle=128) if reads else None,
+        "p": Buffer((late, tokens, CHUNK), dtype, swizzle=128) if reads else None,
         "gl": Buffer((early, K)),
         "beta": Buffer((early, CHUNK)),
         "early": Barriers(arrivals=5 + reads, count=early),
@@ -64,7 +66,8 @@ def stages_memory(config: Config, K: int, dtype, *, reads: bool) -> Memory:
 def _load_early(cta: Cta, i, stage) -> None:
     """Starts the copies of what the i-th chunk's first products read."""
     gmem, smem, sizes, span = cta.gmem, cta.smem, cta.sizes, cta.span
-    visit, tokens = span.first_visit + i, pl.ds(cta.chunk_of(i) * CHUNK, CHUNK)
+    visit, chunk = span.first_visit + i, cta.chunk_of(i)
+    tokens = pl.ds(chunk * sizes.tokens, sizes.tokens)
     columns = cta.num_state * ROWS
     # Transitions have rows past V, which use no values.
     v_columns = pl.ds(jnp.minimum(cta.tile * columns, sizes.V - columns), columns)
@@ -78,7 +81,7 @@ def _load_early(cta: Cta, i, stage) -> None:
     copy(gmem.v.at[span.row, tokens, cta.head_of(sizes.HV), v_columns], smem.v)
     copy(gmem.t.at[visit, cta.head], smem.t)
     copy(gmem.gl.at[visit, cta.head], smem.gl)
-    copy(gmem.beta.at[span.row, cta.head, tokens], smem.beta)
+    copy(gmem.beta.at[span.row, cta.head, pl.ds(chunk * CHUNK, CHUNK)], smem.beta)
 
 
 def _load_late(cta: Cta, i, stage) -> None:
@@ -105,7 +108,7 @@ def corrected_values(cta: Cta, i, stage, hk, newer: int, values: Callable = lamb
     v_t = values(plgpu.load(transposed(v_tile), layout=WGMMA))
     if cta.packed:
         v_t = jnp.where(owned_tokens(cta, i), v_t, jnp.zeros((), cta.dtype))
-    r = (v_t.astype(jnp.float32) - cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
+    r = (in_rows(cta.dev, v_t.astype(jnp.float32)) - cta.dev.collect(hk, newer=newer)).astype(cta.dtype)
     if cta.num_state == 2:
         plgpu.barrier_arrive(cta.smem.turn.at[1 - cta.wg])
     return r

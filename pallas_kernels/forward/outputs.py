@@ -111,7 +111,8 @@ def store_o(cta: Cta, i, o) -> None:
         return cta.gmem.o.at[cta.span.row, tokens, cta.head, cta.rows]
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    store_owned(cta.span, chunk, o, views(swizzled), None if plain is None else views(plain), destination)
+    flat = None if plain is None else views(plain)
+    store_owned(cta.span, chunk, o, views(swizzled), flat, destination, tokens=cta.sizes.tokens)
 
 
 def _read_h_0(cta: Cta) -> jax.Array:
@@ -175,7 +176,7 @@ def state_role(cta: Cta, step: Callable) -> None:
     """The role of a state warpgroup, which repeats `step` over the chunks."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
     h = _read_h_0(cta)
-    nothing = zeros((ROWS, CHUNK), cta.dtype)
+    nothing = zeros((ROWS, cta.sizes.tokens), cta.dtype)
     h, _, o = walk(cta, step, (h, cta.operand(h), nothing))
     pl.when(cta.chunks > 0)(lambda: store_o(cta, cta.chunks - 1, o))
     writes = cta.item.is_last

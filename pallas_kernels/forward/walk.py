@@ -131,6 +131,8 @@ class Sizes(NamedTuple):
     h_0_kv_layout: bool = False
     slots: Slots | None = None
     """Slots of a pool that the states lie in."""
+    tokens: int = CHUNK
+    """Tokens of a chunk, see `work.halves`."""
 
 
 class Cta:

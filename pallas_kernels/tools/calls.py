@@ -171,6 +171,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no states": dict(state=False),
     "segment ids": dict(ids=True),
     "erase": dict(erase=True),
+    "halves": dict(halves=True),
     "strengths apart": dict(apart=True),
     "erasing": dict(erasing=True),
     "backwards": dict(backwards=True),
@@ -198,6 +199,7 @@ mma by channels, segments, erase
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
 channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16
+channels, halves; channels, backwards, halves
 channels, backwards; channels, backwards, packed; channels, backwards, packed, segments, half, erase
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16
 decode, K 32, V 32, bfloat16; decode of channels; decode of channels, bfloat16

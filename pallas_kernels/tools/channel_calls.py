@@ -28,6 +28,7 @@ def channels_call(
     packed=False,
     ids=False,
     erase=False,
+    halves=False,
     state=True,
     layout="vk",
     norm=False,
@@ -39,11 +40,12 @@ def channels_call(
     Args:
       N, packed: sequences of a packed row.
       erase: whether there are erase keys.
+      halves: whether a token is two of the T rows, the first of which has an erase key.
       backwards: whether the call is the backward, of what a forward left.
       config: state_warpgroups and segment_chunks, see `channel_rule.Config`.
     """
-    x, dims = _arrays(T, HV, K, V, dtype, N, packed, ids, erase, state, layout)
-    value = f"{dtype}[1,{T},{HV},{V}]"
+    x, dims = _arrays(T, HV, K, V, dtype, N, packed, ids, erase, state, layout, halves)
+    value = f"{dtype}[1,{T // 2 if halves else T},{HV},{V}]"
     known = channel_rule.Config(**(dict[str, Any](state_warpgroups=2, segment_chunks=0) | config))
 
     def run(x: channel_rule.ChannelArrays):
@@ -53,8 +55,12 @@ def channels_call(
     if not backwards:
         return Call(lambda x: run(x)[:2], (x,), {})
     visits, length = T // 64 + (N if packed else 0), known.segment_chunks
-    tile, square = f"{dtype}[{visits},{HV},64,{K}]", f"{dtype}[{visits},{HV},64,64]"
-    pairs = Pairs(*shapes(f"{square} {square} {tile} {tile} {tile} f32[{visits},{HV},{K}]"))
+    t, p, kg, qg = (
+        f"{dtype}[{visits},{HV},{rows},{columns}]"
+        for columns in (64, K)
+        for rows in (64, 32 if halves else 64)
+    )
+    pairs = Pairs(*shapes(f"{t} {p} {kg} {qg} {kg} f32[{visits},{HV},{K}]"))
     back = channel_backward.Config(bool(length), known.state_warpgroups)
 
     def run_back(x: channel_rule.ChannelArrays, pairs: Pairs, beta_t: jax.Array, do: jax.Array):
@@ -73,12 +79,14 @@ def channels_call(
 
 
 def _arrays(
-    T, HV, K, V, dtype, N, packed, ids, erase, state, layout
+    T, HV, K, V, dtype, N, packed, ids, erase, state, layout, halves=False
 ) -> tuple[channel_rule.ChannelArrays, Dims]:
     """The arrays of a call on one row, and its sizes."""
     widths = f"{K},{V}" if layout == "kv" else f"{V},{K}"
-    token, erase_keys = f"{dtype}[1,{T},2,{K}]", f"{dtype}[1,{T},{HV},{K}]" if erase else "-"
-    value, gates = f"{dtype}[1,{T},{HV},{V}]", f"f32[1,{T},{HV},{K}] f32[1,{T},{HV}]"
+    tokens = T // 2 if halves else T
+    token, erase_keys = f"{dtype}[1,{tokens},2,{K}]", f"{dtype}[1,{T},{HV},{K}]" if erase else "-"
+    erase_keys = token if halves else erase_keys
+    value, gates = f"{dtype}[1,{tokens},{HV},{V}]", f"f32[1,{tokens},{HV},{K}] f32[1,{T},{HV}]"
     states = f"f32[{N},{HV},{widths}]" if state else "-"
     borders = f"{f'i32[{N + 1}]' if packed else '-'} {f'i32[1,{T}]' if ids else '-'}"
     x = channel_rule.ChannelArrays(

@@ -64,6 +64,7 @@ def store_owned(
     destination: Callable[[Any], Any],
     *,
     waits_for_rows: bool = False,
+    tokens: int = CHUNK,
 ) -> None:
     """A tile of a chunk to memory, through shared memory: whole, or row by row those that the span owns.
 
@@ -76,12 +77,13 @@ def store_owned(
       destination: from tokens of the row of the batch, a slice or a number, to where they go.
       waits_for_rows: whether a chunk that goes row by row has left the tile at the end, so that behind any chunk one
         store at most is on its way.
+      tokens: of a chunk.
     """
 
     def whole():
         tile[1][...] = x
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile[0], destination(pl.ds(chunk * CHUNK, CHUNK)))
+        plgpu.copy_smem_to_gmem(tile[0], destination(pl.ds(chunk * tokens, tokens)))
 
     if flat is None:
         return whole()

@@ -21,6 +21,8 @@ class VisitSizes(NamedTuple):
     num_chunks: int
     """Chunks of a row."""
     visits: int
+    tokens: int = CHUNK
+    """Tokens of a chunk, see `work.halves`."""
 
 
 class Place(NamedTuple):
@@ -67,7 +69,11 @@ class Worker:
             span = visit_span(visit, self.gmem)
             return Place(visit, head, jnp.int32(0), pl.ds(span.first_chunk * CHUNK, CHUNK), span)
         row, chunk = lax.div(visit, self.work.num_chunks), lax.rem(visit, self.work.num_chunks)
-        return Place(visit, head, row, pl.ds(chunk * CHUNK, CHUNK), None)
+        return Place(visit, head, row, pl.ds(chunk * self.work.tokens, self.work.tokens), None)
+
+    def rows(self, place: Place) -> Any:
+        """Slice of the row's tokens, or of their rows where each has two."""
+        return pl.ds(place.tokens.start * (CHUNK // self.work.tokens), CHUNK)
 
 
 def owned(span: Span, dimension: int, shape: tuple[int, int]) -> jax.Array:
