@@ -23,7 +23,7 @@ from gdn_jax.parallel.prefix import entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule.arguments import strengths
 from gdn_jax.rule.call import HEADS, Arrays, Call, gates_of
-from gdn_jax.rule.erase_then_delta import checked_by
+from gdn_jax.rule.erase_then_delta import checked_by, erase_then_delta_by
 from gdn_jax.rule.implementations import TABLE, Implementation
 from gdn_jax.rule.ops import check_call
 from gdn_jax.rule.ops import delta_rule as delta_rule_of_rows
@@ -162,7 +162,7 @@ def erase_then_delta_rule(
     """
     rule = partial(delta_rule, axis_name=axis_name)
     arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
-    return checked_by(rule, *arrays, **options)
+    return checked_by(partial(erase_then_delta_by, rule), *arrays, **options)
 
 
 def _split(

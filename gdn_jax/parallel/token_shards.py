@@ -24,7 +24,7 @@ from gdn_jax.parallel import context
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule import arguments, ops
-from gdn_jax.rule.erase_then_delta import erase_then_delta_by
+from gdn_jax.rule.erase_then_delta import erase_then_delta_by, whole
 from gdn_jax.rule.product import product_by
 from gdn_jax.shapes import accumulation_dtype
 
@@ -103,7 +103,9 @@ def erase_then_delta_on_mesh(
         divide the tokens.
     """
     arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
-    return erase_then_delta_by(delta_rule_on_mesh, *arrays, **options)
+    rule = DELTA_RULE.here()
+    form = whole if rule is DELTA_RULE.whole else partial(erase_then_delta_by, rule)
+    return form(*arrays, **options)
 
 
 def _over_tokens(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax.partitioning import on_explicit_shards, vary_alike, warn_of_gathers
-from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
+from gdn_jax.rule.call import ERASURES, HEADS, Arrays, Call, RuleAxes
 from gdn_jax.shapes import (
     ArgumentError,
     Dims,
@@ -71,7 +71,7 @@ def check_arrays(call: Call, x: Arrays) -> Dims:
         ("beta" if call.is_beta else "erase", x.erase, dims.K, "K"),
         ("write", x.write, dims.V, "V"),
     ):
-        if y is not None:
+        if y is not None and (name == "g" or call.gates != ERASURES):
             check_channels(name, y, (dims.B, dims.T, dims.HO), width, f"B, T, HO, {letter}")
     return dims
 
@@ -125,7 +125,11 @@ def checked(call: Call, x: Arrays, dims: Dims) -> Arrays:
     if _debug_checks:
         check_layout(dims)
         check_values(dims.T, x.g, x.cu_seqlens)
-        check_keys(None if call.use_qk_l2norm else x.k, x.erase)
+        if call.gates == ERASURES:
+            for n, key in enumerate((x.write, x.k)):
+                check_keys(None if call.use_qk_l2norm else key, x.erase[..., n])
+        else:
+            check_keys(None if call.use_qk_l2norm else x.k, x.erase)
         axes = RuleAxes.of(x)
         arrays = [None if isinstance(y, jax.ShapeDtypeStruct | np.ndarray) else y for y in x]
         names = x._replace(**dict(zip(x._fields, x._fields, strict=True)))

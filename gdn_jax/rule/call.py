@@ -12,8 +12,9 @@ import numpy as np
 
 from gdn_jax.shapes import RuleArrays
 
-HEADS, CHANNELS, APART = "heads", "channels", "apart"
-"""Gates of a call: decay and beta of each head; a decay of each channel with beta; erase and write apart."""
+HEADS, CHANNELS, APART, ERASURES = "heads", "channels", "apart", "erasures"
+"""Gates of a call: decay and beta of each head; a decay of each channel with beta; erase and write apart; a decay of
+each channel with an erasure at a key of its own before the write."""
 
 
 class Arrays(NamedTuple):
@@ -21,7 +22,8 @@ class Arrays(NamedTuple):
 
     Where only shapes count they may be `jax.ShapeDtypeStruct`, and for `partitioning` they are the names of their
     dimensions. None is an argument that is absent or not read. beta stands for both strengths: it is `erase`, and
-    `write` is None (`Call.is_beta`).
+    `write` is None (`Call.is_beta`). With gates `ERASURES` `erase` has the strengths of the erasure and of the write
+    [B, T, HO, 2], and `write` the keys [B, T, Hk, K] that are erased at.
     """
 
     q: Any
@@ -58,7 +60,7 @@ class Call(NamedTuple):
     use_qk_l2norm: bool
     state_layout: str
     gates: str = HEADS
-    """Says what the gates are of: `HEADS`, `CHANNELS` or `APART`."""
+    """Says what the gates are of: `HEADS`, `CHANNELS`, `APART` or `ERASURES`."""
     chunk_size: int = 64
     form: str = "chunked"
     """The plain form, "recurrent" or "chunked"."""
@@ -78,6 +80,11 @@ class Call(NamedTuple):
     def is_beta(self) -> bool:
         """Whether erase stands for both strengths, a number of each head or None, and write is None."""
         return self.gates != APART
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The fields of `Arrays` that use_qk_l2norm brings to unit length."""
+        return ("q", "k", "write") if self.gates == ERASURES else ("q", "k")
 
     def known(self, x: Arrays) -> Arrays:
         """The arguments, with the lengths that are known."""

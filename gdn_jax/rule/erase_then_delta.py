@@ -1,13 +1,14 @@
 """Erase-then-Delta Attention: a token erases at one key and writes at another."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.rule.arguments import known_lengths
-from gdn_jax.rule.ops import delta_rule, delta_step
+from gdn_jax.rule.ops import delta_rule, delta_step, erasures
 from gdn_jax.rule.product import product_by
 from gdn_jax.shapes import (
     AnyLogDecay,
@@ -81,11 +82,11 @@ def erase_then_delta_rule(
     )
     arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
     known_lengths(cu_seqlens, k.shape[1])
-    return checked_by(delta_rule, *arrays, **options)
+    return checked_by(whole, *arrays, **options)
 
 
 def checked_by(
-    rule: Callable[..., Any],
+    form: Callable[..., Any],
     q: Any,
     k: Any,
     v: Any,
@@ -97,7 +98,7 @@ def checked_by(
     ids: Any,
     **options: Any,
 ) -> tuple[Outputs, AnyStates]:
-    """`erase_then_delta_by` of arguments that are checked here, as a user gives them.
+    """A form with the arguments of `whole`, which are checked here, as a user gives them.
 
     Raises:
       ValueError: an argument is wrong.
@@ -112,7 +113,24 @@ def checked_by(
     one = jnp.ones((B, T, HO), jnp.float32)
     gates = g, one if beta is None else beta
     erase = k if erase_key is None else erase_key, one if erase_strength is None else erase_strength
-    return erase_then_delta_by(rule, q, k, v, *gates, *erase, cu_seqlens, ids, **options)
+    return form(q, k, v, *gates, *erase, cu_seqlens, ids, **options)
+
+
+def whole(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    erase_key: Any,
+    erase_strength: Any,
+    cu_seqlens: Any,
+    ids: Any,
+    **options: Any,
+) -> tuple[Outputs, Any]:
+    """`erase_then_delta_rule` of whole rows; the arguments are there, and not checked."""
+    form = partial(erase_then_delta_by, delta_rule) if g is None or g.ndim == 3 else erasures
+    return form(q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, ids, **options)
 
 
 def erase_then_delta_by(

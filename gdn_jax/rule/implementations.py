@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gdn_jax.partitioning import expected_shards
 from gdn_jax.rule import plain, seam
-from gdn_jax.rule.call import APART, CHANNELS, HEADS, Arrays, Call
+from gdn_jax.rule.call import APART, CHANNELS, ERASURES, HEADS, Arrays, Call
 from gdn_jax.rule.kernels.ampere import Ampere
 from gdn_jax.rule.kernels.ampere_channels import AmpereChannels
 from gdn_jax.rule.kernels.channels import Channels
@@ -105,7 +105,7 @@ class Plain:
     """A form in plain JAX, which runs every call."""
 
     name: str
-    gates = HEADS, CHANNELS, APART
+    gates = HEADS, CHANNELS, APART, ERASURES
     by_kernels = False
 
     def state_passing(self, call: Call) -> StatePassing | None:

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 from gdn_jax.partitioning import lie_on_explicit_axes, on_explicit_shards
 from gdn_jax.rule import plain
 from gdn_jax.rule.arguments import check_arrays, check_scale, checked, known_lengths, strengths
-from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes, gates_of
+from gdn_jax.rule.call import ERASURES, HEADS, Arrays, Call, RuleAxes, gates_of
+from gdn_jax.rule.halves import with_strengths
 from gdn_jax.rule.implementations import IMPLEMENTATIONS, TABLE, Implementation, first
 from gdn_jax.shapes import (
     AnyLogDecay,
@@ -158,6 +159,32 @@ def delta_rule(
     check_flags(use_qk_l2norm=use_qk_l2norm)
     x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, gates_of(x, beta), chunk_size)
+    return _on_shards(*_program(call, x, scale, implementation))
+
+
+def erasures(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    erase_key: Any,
+    erase_strength: Any,
+    cu_seqlens: Any,
+    segment_ids: Any,
+    *,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Outputs, AnyStates]:
+    """`erase_then_delta_rule` with a decay of each channel; all arguments of tokens are there."""
+    check_flags(use_qk_l2norm=use_qk_l2norm)
+    strengths = with_strengths(erase_strength, beta)
+    x = Arrays(q, k, v, g, strengths, erase_key, initial_state, cu_seqlens, segment_ids)
+    call = Call(use_qk_l2norm, state_layout, ERASURES, chunk_size)
     return _on_shards(*_program(call, x, scale, implementation))
 
 

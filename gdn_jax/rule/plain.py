@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax import gates
-from gdn_jax.rule import channels, chunked, definition, segments
-from gdn_jax.rule.call import HEADS, Arrays, Call
+from gdn_jax.rule import channels, chunked, definition, halves, segments
+from gdn_jax.rule.call import ERASURES, HEADS, Arrays, Call
 from gdn_jax.shapes import (
     STATE_LAYOUTS,
     AnyStates,
@@ -27,6 +27,9 @@ from gdn_jax.shapes import (
 
 def rule(call: Call, x: Arrays, scale: Scale) -> tuple[Outputs, AnyStates]:
     """`delta_rule` by the form that the call names."""
+    if call.gates == ERASURES:
+        o, final = rule(*halves.in_rows(call, x), scale)
+        return halves.read(o), final
     options: dict[str, Any] = dict(scale=traced(scale), cu_seqlens=x.cu_seqlens)
     form = partial(definition.recurrent_rule, **options)
     if call.form != "recurrent":

@@ -78,8 +78,14 @@ def _forward_on_shard(call: Call, x: Arrays) -> tuple[Outputs, AnyStates, Residu
     return o, final, by_row(call.kernels, x, residuals)
 
 
-def _normalized(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return gates.l2norm(q), gates.l2norm(k)
+def _normalized(*keys: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(gates.l2norm(key) for key in keys)
+
+
+def _of_unit_length(call: Call, x: Arrays) -> Arrays:
+    """The arguments with queries and keys as the backward kernels take them."""
+    keys = _normalized(*(getattr(x, name) for name in call.keys))
+    return x._replace(**dict(zip(call.keys, keys, strict=True)))
 
 
 def _rule_fwd(call: Call, x: Arrays):
@@ -87,8 +93,7 @@ def _rule_fwd(call: Call, x: Arrays):
         return rule(call, x), (x, None)
     normalised = x
     if call.use_qk_l2norm:  # the backward kernels take them normalised; alone the forward does it inside
-        q, k = _normalized(x.q, x.k)
-        normalised, call = x._replace(q=q, k=k), call._replace(use_qk_l2norm=False)
+        normalised, call = _of_unit_length(call, x), call._replace(use_qk_l2norm=False)
     o, final, residuals = _forward(call)(call, normalised)
     residuals = call.kernels.named(residuals)
     return (checkpoint_name(o, OUTPUT_NAME), final), (x, residuals)
@@ -100,13 +105,14 @@ def _rule_bwd(call: Call, saved: tuple[Arrays, Residuals | None], cotangents) ->
     x, residuals = saved
     if residuals is None:
         return (_plain_gradients(call, x, cotangents),)
-    q, k, through_norm = x.q, x.k, None
+    keys, through_norm = tuple(getattr(x, name) for name in call.keys), None
     if call.use_qk_l2norm:
-        (q, k), through_norm = jax.vjp(_normalized, q, k)
-    out = _backward(call, x._replace(q=q, k=k), residuals, OutputCotangents(*cotangents))
+        keys, through_norm = jax.vjp(_normalized, *keys)
+    of_unit_length = x._replace(**dict(zip(call.keys, keys, strict=True)))
+    out = _backward(call, of_unit_length, residuals, OutputCotangents(*cotangents))
     if through_norm is not None:
-        dq, dk = through_norm((out.q, out.k))
-        out = out._replace(q=dq, k=dk)
+        dkeys = through_norm(tuple(getattr(out, name) for name in call.keys))
+        out = out._replace(**dict(zip(call.keys, dkeys, strict=True)))
     return (out,)
 
 

@@ -1,5 +1,5 @@
-"""Erase-then-Delta Attention on a GPU of compute capability 9.0: both passes by the kernels of the delta rule on two
-tokens for each, and a token of running requests in one call."""
+"""Erase-then-Delta Attention on a GPU of compute capability 9.0: both passes by the kernels of the delta rule, which
+take two rows for a token, and a token of running requests in one call."""
 
 import functools
 
@@ -23,6 +23,8 @@ CASES = {
         T=150, B=2, heads=(2, 2, 2), segments=((70, 80), (1, 149)), use_qk_l2norm=True, keys="any"
     ),
     "narrow": dict(T=100, B=1, heads=(2, 2, 2), K=64, V=96),
+    "whole chunks": dict(T=64, B=3, heads=(1, 2, 2), state_layout="vk"),
+    "cut into segments": dict(T=1990, B=1, heads=(1, 1, 2)),
 }
 
 
@@ -48,6 +50,27 @@ def test_both_passes(name, implementation="mosaic_gpu"):
         of = {"dinitial_state": "dh_0"}.get(name, name)
         bound = tolerance(of, "bfloat16")
         assert_close(expected[name], np.asarray(got, np.float64), bound, name, head_axis(of))
+
+
+def test_repeats_are_equal(implementation="mosaic_gpu"):
+    """Thirty calls of both passes have the same bits, of rows that are cut into segments and of many heads."""
+    for sizes in (dict(T=1500, B=1, heads=(2, 2, 2)), dict(T=600, B=4, heads=(8, 8, 16))):
+        x = erasures.inputs(cases.Case("erasure repeats", **WIDE | sizes), "bfloat16")
+
+        @jax.jit
+        def run(primals, cotangents):
+            def call(*primals):
+                *tokens, state = primals
+                return erase_then_delta_rule(*tokens, initial_state=state, implementation=implementation)
+
+            outputs, pull = jax.vjp(call, *primals)
+            return outputs, pull(cotangents)
+
+        given = jax.device_put((x.primals, (x.x.do, x.x.dh_T)))
+        first, *others = [jax.tree.leaves(run(*given)) for _ in range(30)]
+        for other in others:
+            for want, got in zip(first, other, strict=True):
+                np.testing.assert_array_equal(np.asarray(want), np.asarray(got))
 
 
 @pytest.mark.parametrize("ring", [False, True])

@@ -55,6 +55,7 @@ MORE: dict[str, int] = {
     "test_starts.py": 105,
     "test_kernels_decode.py": 550,
     "test_kernels_eight_bits.py": 780,
+    "test_kernels_halves.py": 400,
     "test_kernels_erasures.py": 85,
     "test_kernels_prefill.py": 200,
     "test_kernels_ring.py": 400,

@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
-from gdn_jax.rule.call import APART, CHANNELS, Arrays, Call, RuleAxes
+from gdn_jax.rule import halves
+from gdn_jax.rule.call import APART, CHANNELS, ERASURES, Arrays, Call, RuleAxes
 from gdn_jax.rule.kernels.ampere import Ampere, normalised
 from gdn_jax.rule.kernels.channels import cotangents_of, prepared
 from gdn_jax.rule.kernels.kernel_set import OutputCotangents, Residuals, as_gates, as_inverse, as_states
@@ -16,7 +18,7 @@ from gdn_jax.shapes import AnyStates, Outputs, rule_dims
 class AmpereChannels(Ampere):
     """The kernel set of that name, with the `Residuals` of `pallas_kernels.ampere.channel_rule`."""
 
-    gates: tuple[str, ...] = (CHANNELS, APART)
+    gates: tuple[str, ...] = (CHANNELS, APART, ERASURES)
 
     def forward_module(self) -> Any:
         """See `OfModules`."""
@@ -34,6 +36,8 @@ class AmpereChannels(Ampere):
         """See `KernelSet`. The norm of q and k comes before the kernels, which have none inside."""
         from pallas_kernels.ampere import channel_rule
 
+        if call.gates == ERASURES:
+            return halves.forward_in_rows(self.forward, call, x)
         x = normalised(call, x)
         options: dict[str, Any] = dict(scale=call.scale, state_layout=call.state_layout)
         return channel_rule.forward(*prepared(call, x), segment_chunks=call.segment_chunks, **options)
@@ -42,6 +46,8 @@ class AmpereChannels(Ampere):
         """See `KernelSet`."""
         from pallas_kernels.ampere import channel_backward
 
+        if call.gates == ERASURES:
+            return halves.backward_in_rows(self.backward, call, x, residuals, cotangents)
         options: dict[str, Any] = dict(scale=call.scale, state_layout=call.state_layout)
         d = channel_backward.backward(*prepared(call, x), residuals, cotangents, **options)
         return cotangents_of(call, x, d)
@@ -51,9 +57,12 @@ class AmpereChannels(Ampere):
         from pallas_kernels.ampere import rule
 
         x = call.known(x)
-        rest = x.initial_state, x.cu_seqlens, x.segment_ids
+        rest, lengths = (x.initial_state, x.cu_seqlens, x.segment_ids), x.cu_seqlens
         dims = rule_dims(x.q, x.k, x.v, None, None, *rest, call.state_layout)
-        return call._replace(segment_chunks=rule.chosen_segment(dims, x.cu_seqlens))
+        if call.gates == ERASURES:
+            dims = dims._replace(T=2 * dims.T)
+            lengths = 2 * lengths if isinstance(lengths, np.ndarray) else lengths
+        return call._replace(segment_chunks=rule.chosen_segment(dims, lengths))
 
     def axes(self, axes: RuleAxes, residuals: Residuals) -> Residuals:
         """See `KernelSet`. The chunks of each row lie along an axis of their own."""

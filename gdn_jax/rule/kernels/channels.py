@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax import gates
-from gdn_jax.rule.call import APART, CHANNELS, Arrays, Call, RuleAxes
+from gdn_jax.rule import halves
+from gdn_jax.rule.call import APART, CHANNELS, ERASURES, Arrays, Call, RuleAxes
 from gdn_jax.rule.kernels.kernel_set import (
     InSegments,
     OutputCotangents,
@@ -27,7 +28,7 @@ class Channels(InSegments):
     """The set of that name; `Residuals` are `pallas_kernels.chunks.channel_arrays.ChannelResiduals`."""
 
     name = "mosaic_gpu"
-    gates = CHANNELS, APART
+    gates = CHANNELS, APART, ERASURES
 
     def state_passing(self, call: Call) -> StatePassing | None:
         """See `KernelSet`."""
@@ -49,18 +50,29 @@ class Channels(InSegments):
         """See `KernelSet`. The norm of q and k comes before what they are multiplied by."""
         from pallas_kernels.forward import channel_rule
 
-        if call.use_qk_l2norm and not call.is_beta:
-            x, call = x._replace(q=gates.l2norm(x.q), k=gates.l2norm(x.k)), call._replace(use_qk_l2norm=False)
+        if call.gates == ERASURES and not _in_halves(x):
+            return halves.forward_in_rows(self.forward, call, x)
+        if call.use_qk_l2norm and call.gates != CHANNELS:
+            units = {name: gates.l2norm(getattr(x, name)) for name in call.keys}
+            x, call = x._replace(**units), call._replace(use_qk_l2norm=False)
         arrays, dims = prepared(call, x)
         options: dict[str, Any] = dict(scale=call.scale, state_layout=call.state_layout)
         if call.segment_chunks is not None:
             options |= dict(config=channel_rule.Config(segment_chunks=call.segment_chunks))
-        return channel_rule.forward(arrays, dims, use_qk_l2norm=call.use_qk_l2norm, **options)
+        options |= dict(use_qk_l2norm=call.use_qk_l2norm)
+        o, final, residuals = channel_rule.forward(arrays, dims, **options)
+        if call.gates == ERASURES:
+            o = o[:, : x.q.shape[1]]
+        return o, final, residuals
 
     def backward(self, call: Call, x: Arrays, residuals: Residuals, cotangents: OutputCotangents) -> Arrays:
         """See `KernelSet`."""
         from pallas_kernels.backward import channel_rule
 
+        if call.gates == ERASURES and not _in_halves(x):
+            return halves.backward_in_rows(self.backward, call, x, residuals, cotangents)
+        if call.gates == ERASURES:
+            cotangents = cotangents._replace(do=_padded(cotangents.do))
         options = dict(scale=call.scale, state_layout=call.state_layout)
         d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
         return cotangents_of(call, x, d)
@@ -83,14 +95,20 @@ def prepared(call: Call, x: Arrays) -> tuple[Any, Dims]:
     q and k are as they are.
     """
     from pallas_kernels.forward import channel_rule
+    from pallas_kernels.work.halves import GROUP
 
     rest = x.initial_state, x.cu_seqlens, x.segment_ids
     dims = rule_dims(x.q, x.k, x.v, None, None, *rest, call.state_layout)
     q, k, e, v, beta = x.q, x.k, None, x.v, x.erase
-    if not call.is_beta:
+    if call.gates == ERASURES:
+        q, k, e, v, strengths = (_padded(y) for y in (x.q, x.k, x.write, x.v, x.erase))
+        beta = halves.together(strengths[..., 0], strengths[..., 1], GROUP)
+    elif not call.is_beta:
         e, v, beta = _times(x.erase, k, dims.HO), _times(x.write, v, dims.HO), None
     g = jnp.zeros((), jnp.float32) if x.g is None else x.g if x.g.ndim == 4 else x.g[..., None]
     g = jnp.broadcast_to(g.astype(jnp.float32), (dims.B, dims.T, dims.HO, dims.K))
+    if call.gates == ERASURES:
+        g, dims = _padded(g), dims._replace(T=2 * v.shape[1])
     return channel_rule.ChannelArrays(q, k, e, v, g, beta, *call.known(x)[6:]), dims
 
 
@@ -106,6 +124,19 @@ def cotangents_of(call: Call, x: Arrays, d: Any) -> Arrays:
 
     _, pull_back = jax.vjp(arrays, *x.floats)
     return Arrays._make((*pull_back(tuple(d)), None, None))
+
+
+def _in_halves(x: Arrays) -> bool:
+    """Whether the kernels put both halves of tokens in rows. Where rows hold several sequences they get the rows, as
+    those of a call with a decay of each channel."""
+    return x.cu_seqlens is None and x.segment_ids is None
+
+
+def _padded(y: jax.Array) -> jax.Array:
+    """An array of tokens with zeros after them, up to a multiple of what kernels of two rows take."""
+    from pallas_kernels.work.halves import TOKENS
+
+    return jnp.pad(y, [(0, 0), (0, -y.shape[1] % TOKENS), *[(0, 0)] * (y.ndim - 2)])
 
 
 def _times(strength: jax.Array | None, y: jax.Array, HO: int) -> jax.Array:
