@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from gdn_jax.models import LanguageModel, ModelConfig
-from gdn_jax.parallel import sharding
 from gdn_jax.training import steps
 from gdn_jax.training.options import ScheduleOptions
 from gdn_jax.training.placement import Placement
@@ -60,25 +58,12 @@ def lowered(problem: StepProblem) -> jax.stages.Lowered:
     """Traces and lowers a step; makes no array."""
     _, rows, length, placement, _ = problem
     graphdef, params, rest = nnx.split(nnx.eval_shape(problem.model), nnx.Param, ...)
-    state = steps.TrainState(params, jax.eval_shape(OPTIMIZER.init, params))
-    tokens, weights = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
-    batch: Any = Batch(*cast(Any, (tokens, tokens, weights)))
-    mesh = placement.mesh
-    if mesh is None:
-        where, shardings = SingleDeviceSharding(jax.devices()[0]), None
-        state = jax.tree.map(lambda x: _at(x, where), state)
-        batch = jax.tree.map(lambda x: _at(x, where), batch)
-    else:
-        shardings = steps.TrainState._make(sharding.state_shardings(OPTIMIZER, params, mesh, placement.shape))
-        state = jax.tree.map(_at, state, shardings)
-        batch = jax.tree.map(lambda x: _at(x, sharding.batch_sharding(mesh)), batch)
+    tokens, counted = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch: Any = Batch(*cast(Any, (tokens, tokens, counted)))
     with placement.active():
+        shapes, shardings = placement.shapes(rest, params, batch, OPTIMIZER)
         train: Any = steps.make_functions(graphdef, OPTIMIZER, 1, shardings=shardings).train
-        return train.lower(rest, state, batch)
-
-
-def _at(x: jax.ShapeDtypeStruct, where: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        return train.lower(*shapes)
 
 
 def weights(problem: StepProblem) -> tuple[PyTree, PyTree]:

@@ -17,14 +17,12 @@ from gdn_jax.models.block import Block
 from gdn_jax.models.config import period_of
 
 
-def make_alike(
-    make: Callable[[nnx.Rngs], Block], layers: list[int], key: PRNGKeyArray, *, at_once: bool = True
-) -> list[Block]:
+def make_alike(make: Callable[[nnx.Rngs], Block], layers: list[int], key: PRNGKeyArray) -> list[Block]:
     """Blocks with fresh weights for some layers; those of layer i are a function of the key and of i.
 
-    Every array is drawn for all blocks at once: compiling one draw takes XLA half a second on a GPU, and a deep model
-    has hundreds of arrays. Not `at_once` one program makes a block after another, so that what it needs in between is
-    in memory for one block alone.
+    One program makes a block after another. Compiling one draw takes XLA half a second on a GPU, and a block has a
+    dozen: this way it compiles them together, and once for all layers. Where the key is traced every array is drawn
+    for all blocks at once, as a program of all layers one after another would compile as long as the model is deep.
     """
     graphdef = None
 
@@ -33,8 +31,8 @@ def make_alike(
         graphdef, state = nnx.split(make(nnx.Rngs(jax.random.fold_in(key, i))))
         return state
 
-    if not at_once:
-        states = [*map(jax.jit(draw), jnp.asarray(layers))]
+    if not isinstance(key, jax.core.Tracer):
+        states = [*map(jax.jit(draw), layers)]
         assert graphdef is not None
         return [nnx.merge(graphdef, state) for state in states]
     arrays, treedef = jax.tree.flatten(jax.vmap(draw)(jnp.asarray(layers)))

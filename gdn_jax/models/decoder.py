@@ -82,8 +82,7 @@ class LanguageModel(nnx.Module):
         for kind in dict.fromkeys(config.kinds):
             layers = [layer for layer, other in enumerate(config.kinds) if other == kind]
             make = partial(make_block, config, layers[0], **inits)
-            at_once = config.weights == "whole"
-            made = alike.make_alike(lambda rngs, make=make: make(rngs=rngs), layers, key, at_once=at_once)
+            made = alike.make_alike(lambda rngs, make=make: make(rngs=rngs), layers, key)
             blocks |= zip(layers, made, strict=True)
         self.blocks = nnx.List([blocks[i] for i in range(config.num_layers)])
         period = period_of(config.kinds) if config.scan_layers else config.num_layers  # a scan traces one

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
@@ -14,6 +15,14 @@ from gdn_jax.parallel import sharding
 from gdn_jax.parallel.mesh import MeshShape
 from gdn_jax.training.steps import TrainState
 from gdn_jax.training.tasks.batch import Batch
+
+
+class Arguments(NamedTuple):
+    """Arguments of a training step, see `steps.Functions`."""
+
+    rest: PyTree
+    state: TrainState
+    batch: Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +60,32 @@ class Placement:
         """Returns the context in which everything on the mesh is traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
+    def shapes(
+        self, rest: PyTree, params: PyTree, batch: Batch, optimizer: Any
+    ) -> tuple[Arguments, TrainState | None]:
+        """Returns the shapes of a step's arguments and where they lie, and the shardings of the state.
+
+        Arrays may be shapes. Call it inside `active`.
+        """
+        state = TrainState(params, jax.eval_shape(optimizer.init, params))
+        if self.mesh is None:
+            here = jnp.zeros(()).sharding
+            return Arguments(_at(rest), _at(state, here), _at(batch)), None
+        mesh, shardings = self.mesh, self._shardings(params, optimizer)
+        specs = sharding.parameter_specs(rest, self.shape)
+        rest = jax.tree.map(lambda x, spec: _shape(x, NamedSharding(mesh, spec)), rest, specs)
+        rows, tokens = (n + more for n, (_, more) in zip(batch.tokens.shape, self._more(batch), strict=True))
+        where = sharding.batch_sharding(self.mesh)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, tokens), x.dtype, sharding=where), batch)
+        return Arguments(rest, jax.tree.map(_shape, state, shardings), batch), shardings
+
     def state(self, params: PyTree, optimizer: Any) -> tuple[TrainState, TrainState | None]:
         """Returns the state before the first step, in its place, and its shardings. Call it inside `active`."""
         if self.mesh is None:
             # Bound to where it lies, as one that is read from a checkpoint is: both take one compiled program.
-            state = TrainState(params, optimizer.init(params))
+            state = TrainState(params, jax.jit(optimizer.init)(params))
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state), None
-        try:
-            shardings = TrainState._make(sharding.state_shardings(optimizer, params, self.mesh, self.shape))
-        except ValueError as error:
-            raise RunError(f"--mesh: {error}") from error
+        shardings = self._shardings(params, optimizer)
         params = jax.tree.map(place, params, shardings.params)
         return TrainState(
             params, jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
@@ -80,10 +105,21 @@ class Placement:
         """
         if self.mesh is None:
             return batch
-        where = sharding.batch_sharding(self.mesh)
-        rows, tokens = batch.tokens.shape
-        more = ((0, -rows % self.shape.data), (0, -tokens % self.shape.context))
+        where, more = sharding.batch_sharding(self.mesh), self._more(batch)
         return Batch._make(place(np.pad(np.asarray(x), more), where) for x in batch)
+
+    def _shardings(self, params: PyTree, optimizer: Any) -> TrainState:
+        """Shardings of the state on the mesh."""
+        assert self.mesh is not None
+        try:
+            return TrainState._make(sharding.state_shardings(optimizer, params, self.mesh, self.shape))
+        except ValueError as error:
+            raise RunError(f"--mesh: {error}") from error
+
+    def _more(self, batch: Batch) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and tokens that are added before and after those of a batch."""
+        rows, tokens = batch.tokens.shape
+        return (0, -rows % self.shape.data), (0, -tokens % self.shape.context)
 
     def whole(self, tree: PyTree) -> PyTree:
         """Returns arrays of the mesh, of each of which this process has the whole. All processes call this."""
@@ -98,3 +134,12 @@ def place(x: PyTree, where: Sharding) -> jax.Array:
     """Makes an array of which each device takes its part. Every process has the whole of x."""
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
+
+
+def _shape(x: Any, where: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def _at(tree: PyTree, where: Sharding | None = None) -> PyTree:
+    """Shapes of arrays that all lie in one place; None: where JAX puts them."""
+    return jax.tree.map(lambda x: _shape(x, where), tree)

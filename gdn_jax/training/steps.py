@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -171,7 +172,9 @@ def make_schedule(options: ScheduleOptions, steps: int, lr: float | Array) -> op
     return lambda count: lr * shape(count)
 
 
-def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> optax.GradientTransformation:
+def make_optimizer(
+    options: ScheduleOptions, steps: int, lr: float | Array
+) -> optax.GradientTransformationExtraArgs:
     """Makes the options' optimiser after a clip of the global norm.
 
     The learning rate may be traced: runs that differ in it alone share their compiled step.
@@ -180,19 +183,37 @@ def make_optimizer(options: ScheduleOptions, steps: int, lr: float | Array) -> o
     return optax.chain(clip_by_global_norm(options.clip), make(schedule, options.weight_decay))
 
 
-def clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """Makes what `optax.clip_by_global_norm` makes, with the `global_norm` below."""
+def clip_by_global_norm(most: float) -> optax.GradientTransformationExtraArgs:
+    """Makes what `optax.clip_by_global_norm` makes, with the norm that is given to it or the `global_norm` below."""
 
-    def update(updates, state, params=None):
-        del params
-        norm = global_norm(updates)
+    def update(updates, state, params=None, *, norm=None, **others):
+        del params, others
+        norm = global_norm(updates) if norm is None else norm
+        return jax.tree.map(lambda g: _clipped(g, norm, most), updates), state
 
-        def clip(g):
-            return jnp.where(norm < most, g, g / norm.astype(g.dtype) * most)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
-        return jax.tree.map(clip, updates), state
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+# Of an array each, and traced once for each shape: a deep model has hundreds of arrays.
+@partial(jax.jit, static_argnums=2)
+def _clipped(g: Array, norm: Float[Array, ""], most: float) -> Array:
+    return jnp.where(norm < most, g, g / norm.astype(g.dtype) * most)
+
+
+@jax.jit
+def _squares(g: Array) -> Float[Array, "N"]:
+    return jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel()
+
+
+@jax.jit
+def _divided(g: Array, weight: Float[Array, ""]) -> Array:
+    return g / weight
+
+
+@jax.jit
+def _moved(x: Array, update: Array) -> Array:
+    """What `optax.apply_updates` makes of an array."""
+    return (x + update).astype(x.dtype)
 
 
 def global_norm(grads: PyTree) -> Float[Array, ""]:
@@ -202,10 +223,7 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     each array a GPU would run two kernels an array, and a deep model has hundreds. On several devices each has the
     sums of all of them: to join sums that are split, XLA would gather the gradients.
     """
-    sums = [
-        jnp.square(g).ravel() if g.ndim < 2 else jnp.sum(g * g, axis=-1).ravel()
-        for g in jax.tree.leaves(grads)
-    ]
+    sums = [*map(_squares, jax.tree.leaves(grads))]
     if jax.sharding.get_abstract_mesh().size > 1:
         sums = [jax.lax.with_sharding_constraint(x, PartitionSpec()) for x in sums]
     # The barrier, because the compiler would add the sums of each array by itself.
@@ -334,11 +352,13 @@ def train_step(
 
         nothing = ((jax.tree.map(jnp.zeros_like, state.params), zero), Sums(zero, zero, zero))
         ((grads, saturated), sums), _ = jax.lax.scan(piece, nothing, pieces)
-    grads = jax.tree.map(lambda g: g / sums.weight, grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    grads = jax.tree.map(lambda g: _divided(g, sums.weight), grads)
+    norm = global_norm(grads)
+    update = optax.with_extra_args_support(optimizer).update
+    updates, opt_state = update(grads, state.opt_state, state.params, norm=norm)
+    params = jax.tree.map(_moved, state.params, updates)
     loss, accuracy = sums.loss / sums.weight, sums.correct / sums.weight
-    return TrainState(params, opt_state), StepMetrics(loss, accuracy, global_norm(grads), saturated)
+    return TrainState(params, opt_state), StepMetrics(loss, accuracy, norm, saturated)
 
 
 def make_functions(

@@ -9,6 +9,8 @@ import dataclasses
 import math
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,6 +77,7 @@ class Trainer:
     functions: Functions
     state: TrainState
     placement: Placement
+    program: Future[jax.stages.Compiled]  # of functions.train
     multiplied: int | None = None  # values that a token is multiplied by, where all of them are trained
     step: int = 0
     tally: Tally = dataclasses.field(default_factory=Tally)
@@ -88,7 +91,8 @@ class Trainer:
         placement: Placement | None = None,
         weights: PyTree | None = None,
     ) -> "Trainer":
-        """Makes a trainer at step 0. Traces the step, so that an unusable configuration fails here.
+        """Makes a trainer at step 0. Traces the step, so that an unusable configuration fails here, and begins to
+        compile it, which takes a thread while this one makes the weights.
 
         Args:
           options, task, placement: of the run.
@@ -99,33 +103,42 @@ class Trainer:
         """
         run, piece = options.run, options.run.batch_size // options.run.accumulate
         memory.check_run(options.task, options.model, task.vocab_size, run.batch_size, piece)
-        model = steps.start_model(options.task, options.model, task.vocab_size, run.seed)
-        kind = steps.trained(options.task)
+        start = partial(steps.start_model, options.task, options.model, task.vocab_size, run.seed)
+        # What is fresh is made while its step compiles; what is read from files has its shapes from them.
+        fresh, kind = options.task.pretrained() is None, steps.trained(options.task)
+        model = nnx.eval_shape(start) if fresh else start()
         graphdef, params, rest = nnx.split(model, kind, ...)
         multiplied = multiplied_parameters(model.config) if kind is nnx.Param else None
-        if weights is not None:
-            params = _instead(params, weights)
-        optimizer = steps.make_optimizer(options.optimizer, options.run.steps, options.optimizer.lr)
+        optimizer = steps.make_optimizer(options.optimizer, run.steps, options.optimizer.lr)
         placement = placement or Placement()
-        batch, accumulate = task.train_batch(1), options.run.accumulate
+        batch, accumulate = task.train_batch(1), run.accumulate
         placement.check(model.config, batch.tokens.shape[0] // accumulate, batch.tokens.shape[1])
         with placement.active():
-            state, shardings = placement.state(params, optimizer)
-            rest = placement.frozen(rest)
+            shapes, shardings = placement.shapes(rest, params, batch, optimizer)
             functions = steps.make_functions(
                 graphdef,
                 optimizer,
                 accumulate,
-                options.run.deterministic,
+                run.deterministic,
                 shardings,
                 options.model.mtp_weight,
-                STARTS[options.run.start],
+                STARTS[run.start],
             )
+            train: Any = functions.train
             try:
-                jax.eval_shape(functions.train, rest, state, placement.batch(batch))
+                lowered = train.lower(*shapes)
             except (ValueError, NotImplementedError) as error:
                 raise RunError(str(error)) from error
-        return cls(options, task, graphdef, rest, functions, state, placement, multiplied)
+            thread = ThreadPoolExecutor(1)
+            program = thread.submit(lowered.compile)
+            thread.shutdown(wait=False)  # it ends with the program
+            if fresh:
+                _, params, rest = nnx.split(start(), kind, ...)
+            if weights is not None:
+                params = _instead(params, weights)
+            state, _ = placement.state(params, optimizer)
+            rest = placement.frozen(rest)
+        return cls(options, task, graphdef, rest, functions, state, placement, program, multiplied)
 
     @property
     def parameters(self) -> int:
@@ -175,7 +188,8 @@ class Trainer:
 
     def _train(self, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
         with self.placement.active():
-            return self.functions.train(self.rest, state, self.placement.batch(self.task.train_batch(step)))
+            batch = self.placement.batch(self.task.train_batch(step))
+            return self.program.result()(self.rest, state, batch)
 
     def _validate(self, batches: list[Batch]) -> tuple[float, float]:
         with self.placement.active():

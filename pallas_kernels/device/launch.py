@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import generations
+from pallas_kernels.device import first_call, generations
 from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
 from pallas_kernels.device.needs import Needs, capabilities
 
@@ -88,6 +88,7 @@ def launch(
       The outputs and the updated arrays that are not None, by name. Inside jax.shard_map the outputs vary over the
       mesh axes that any of the inputs varies over; Pallas forgets these.
     """
+    first_call.prepare()
     updated, later = updated or {}, [f"ahead {n}" for n in range(len(ahead))]
     inputs = {**inputs, **dict(zip(later, ahead, strict=True))}
     given, results, changed = (
