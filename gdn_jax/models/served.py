@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Int
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.drafts import check_drafts
-from gdn_jax.models.inference.program import for_inference
+from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import next_tokens
 from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
-from gdn_jax.models.structure import split
+from gdn_jax.models.structure import Structure, split
 from gdn_jax.serving.batching import Chain
 from gdn_jax.serving.draws import Draws
 from gdn_jax.serving.slots import Indices
@@ -34,7 +34,8 @@ class ServedModel:
     capacity. `Server.submit` refuses such a request, and with `gdn_jax.debug_checks` every call does.
 
     `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are those
-    of `for_inference(model)`: 16-bit models read 16-bit weights.
+    of `for_inference(model)`: 16-bit models read 16-bit weights; and for `decode` those of `for_decoding`, as in the
+    loop of `generate`. On a GPU these are copies of the projections' weights.
 
     Args:
       model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token,
@@ -66,7 +67,9 @@ class ServedModel:
             self._drafts = HeadDrafts(model, num_drafts, Attending(batch_invariant))
             self._chain = 1 + num_drafts
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
-        self._structure, self.params = split(for_inference(model))
+        self._whole, whole = split(for_inference(model))
+        self._single, single = _for_tokens(self._whole, whole)
+        self.params = whole, single
 
     def make_pools(
         self,
@@ -127,7 +130,7 @@ class ServedModel:
           pools: of `make_pools`, or of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model, layers = self._structure.merge(params), self._drafts.layers(pools)
+        model, layers = self._whole.merge(params[0]), self._drafts.layers(pools)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].prefill(mixer, x, layers[i], cu_seqlens, slots, has_initial_state)
@@ -159,7 +162,7 @@ class ServedModel:
           pools: of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model = self._structure.merge(params)
+        model = self._single.merge(params[1])
         drafts, pools = self._drafts.guess(model, tokens, slots, pools)
         layers = self._drafts.layers(pools)
 
@@ -192,13 +195,33 @@ class ServedModel:
           num_accepted_tokens: [N], of the call before.
           pools: of the call before.
         """
-        model = self._structure.merge(params)
+        model = self._whole.merge(params[0])
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
 
         x, after = model.hidden_states(tokens, around=mix, return_cache=True)
         return next_tokens(model.logits(x)), after or ()
+
+
+MANY = 2
+"""Rows for which a model is prepared that serves any number of requests, see `for_decoding`."""
+
+
+def _for_tokens(structure: Structure, arrays: list[Any]) -> tuple[Structure, list[Any]]:
+    """Structure and arrays of a model of `for_inference` as `decode` reads them, made by one program. An array that
+    stays is shared."""
+    found: list[Any] = []
+
+    def make(arrays: list[Any]) -> list[Any]:
+        single, laid_out = split(for_decoding(structure.merge(arrays), MANY))
+        places = {id(x): i for i, x in enumerate(arrays)}
+        found.extend([single, [places.get(id(x)) for x in laid_out]])
+        return [x for x in laid_out if id(x) not in places]
+
+    new = iter(jax.jit(make)(arrays))
+    single, places = found
+    return single, [next(new) if place is None else arrays[place] for place in places]
 
 
 def slot_bytes(

@@ -15,6 +15,9 @@ from jaxtyping import Array, Bool, Float
 from gdn_jax import serving
 from gdn_jax.layers import EraseThenDelta, RecurrentCache, RecurrentMixer
 from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCache, with_tokens
+from gdn_jax.models.inference.attention import AttentionRows
+from gdn_jax.models.inference.recurrent import RecurrentRows
+from gdn_jax.parts.cached_attention import Place
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
@@ -90,9 +93,14 @@ class Recurrent:
         return partial(serving.prefill, *_heads(mixer, qkv), g, beta, erase=erase, write=write)
 
     def decode(
-        self, mixer: RecurrentMixer, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
+        self, mixer: Any, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
     ) -> tuple[Float[Array, "B 1 D"], LayerPools]:
-        """One token of every request."""
+        """One token of every request. The mixer is the layer's, or what `for_decoding` makes of it."""
+        if isinstance(mixer, RecurrentRows):
+            at = Address.of(slots, pool.conv)
+            if isinstance(pool.state, jax.Array) and (found := mixer.by_kernels(x, pool, at.slot)):
+                return found
+            mixer = mixer.mixer
         qkv = mixer.project_qkv(x)[:, 0]
         qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
         o, state = self._token(mixer, x, qkv)(pool.state, read_slots=slots)
@@ -119,10 +127,14 @@ class Recurrent:
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
     def drafts(
-        self, mixer: RecurrentMixer, x: Float[Array, "N T D"], pool: LayerPools, slots: Indices
+        self,
+        mixer: RecurrentMixer | RecurrentRows,
+        x: Float[Array, "N T D"],
+        pool: LayerPools,
+        slots: Indices,
     ) -> tuple[Float[Array, "N T D"], Accept]:
         """See `chain`."""
-        T = x.shape[1]
+        T, mixer = x.shape[1], mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
         qkv, accept_window = on_trial(self._window(mixer, x), pool.conv, slots, T)
         o, accept_state = on_trial(self._rule(mixer, x, qkv), pool.state, slots, T)
         return mixer.rule_output(o, x), lambda count: LayerPools(accept_window(count), accept_state(count))
@@ -256,6 +268,16 @@ class Attending:
         slots: Indices,
     ) -> tuple[Float[Array, "B 1 D"], FixedAttentionCache]:
         """One token of every request."""
+        if isinstance(mixer, AttentionRows) and not self._batch_invariant:
+            at = Address.of(slots, pool.length)
+            past = pool_slots.take(pool.length, at)
+            check_values(partial(_check_room, pool.capacity), past + 1, at.is_slot)
+            place = Place(
+                past, jnp.where(at.is_slot, past, pool.capacity), past + 1, jnp.where(at.is_slot, at.slot, 0)
+            )
+            if (found := mixer.by_kernels(x, pool, place)) is not None:
+                y = jnp.where(at.is_slot[:, None, None], found[0], 0)
+                return y, found[1]._replace(length=pool_slots.put(pool.length, at, past + 1))
         return self.verify(mixer, x, pool, slots[:, None], jnp.ones(slots.shape, jnp.int32))
 
     def verify(

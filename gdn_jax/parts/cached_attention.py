@@ -24,19 +24,21 @@ class Heads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the token of each row is in its sequence and in the cache."""
+    """Where the token of each row of a call is in its sequence and in the cache."""
 
     position: Int[Array, " B"]
     slot: Int[Array, " B"]
     """Slot of the cache. A token whose slot is none of S is not kept."""
     seen: Int[Array, " B"]
     """Slots that the token sees, the first ones: fewer than 1 count as 1, and more than S as S."""
+    row: Int[Array, " B"] | None = None
+    """Row of the cache, which is a pool then; None: that of the same number."""
 
 
 def takes(
     channels: Float[Array, "B F"],
-    k: Float[Array, "B S N K"],
-    v: Float[Array, "B S N K"],
+    k: Float[Array, "R S N K"],
+    v: Float[Array, "R S N K"],
     heads: Heads,
     implementation: str | None,
 ) -> bool:
@@ -53,12 +55,12 @@ def takes(
 
 def cached_attention(
     channels: Float[Array, "B F"],
-    k: Float[Array, "B S N K"],
-    v: Float[Array, "B S N K"],
+    k: Float[Array, "R S N K"],
+    v: Float[Array, "R S N K"],
     place: Place,
     norms: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
     heads: Heads,
-) -> tuple[Float[Array, "B H K"], Float[Array, "B S N K"], Float[Array, "B S N K"]]:
+) -> tuple[Float[Array, "B H K"], Float[Array, "R S N K"], Float[Array, "R S N K"]]:
     """`models.Attention.heads` and `parts.attention_rows` of a token of each row, by two kernels.
 
     A loop that carries the cache has it changed where it lies; elsewhere XLA copies it.
@@ -89,8 +91,8 @@ def _by_kernels(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Arra
         rotation = Rotation(jnp.cos(angles), jnp.sin(angles))
     H, (*_, N, K) = heads.queries, k.shape
     norms, sizes = None if norms is None else Norms(*norms), dict(heads=H, eps=heads.eps)
-    q, cache = cached_heads(channels, (k, v), place.slot, None, norms, rotation, **sizes)
-    o = attention_rows((q,), cache, jnp.maximum(place.seen, 1), scale=K**-0.5)
+    q, cache = cached_heads(channels, (k, v), place.slot, place.row, norms, rotation, **sizes)
+    o = attention_rows((q,), cache, jnp.maximum(place.seen, 1), place.row, scale=K**-0.5)
     return o[:, :, : H // N].reshape(-1, H, K), *cache
 
 

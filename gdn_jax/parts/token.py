@@ -1,4 +1,4 @@
-"""One token of every row on states that kernels change in place: the step of generation.
+"""One token of every row on states that kernels change in place: the step of generation and of a server.
 
 `mix_token` is the convolution and the rule from the products of a layer's input, which its two kernels read where
 they lie. On a mesh, and without a convolution, the rule alone is a kernel: the cache is then a pool of `serving`.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.parts.kernels import token_op, usable
 from gdn_jax.shapes import Convolution
@@ -93,8 +93,10 @@ class Token(NamedTuple):
     """The short convolution of the channels of q, k and v."""
     A_log: Float[Array, " HV"] | None
     dt_bias: Float[Array, "HV *K"]
-    state: Float[Array, "B HV K V"]
+    state: Float[Array, "S HV K V"]
     """States of the rule before the token."""
+    slots: Int[Array, " B"] | None = None
+    """Where each row's states of the convolution and the rule are; -1: nowhere, and o is 0. None: B = S, in order."""
 
 
 def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
@@ -103,7 +105,7 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
 
     if any(x.dtype == jnp.float64 for x in jax.tree.leaves(token)):
         return False
-    (B, HV, K, V), dtype = token.state.shape, token.channels.dtype
+    (_, HV, K, V), B, dtype = token.state.shape, len(token.channels), token.channels.dtype
     q, v = (jax.ShapeDtypeStruct((B, n, width), dtype) for n, width in ((gates.H, K), (HV, V)))
     reason = conv_update.check_supported(token.channels, *token.convolution)
     reason = reason or step.check_supported(q, q, v, token.state)
@@ -113,7 +115,7 @@ def takes(token: Token, gates: Gates, implementation: str | None) -> bool:
 @token_op
 def mix_token(
     token: Token, gates: Gates
-) -> tuple[Float[Array, "B HV V"], Float[Array, "B D W1"], Float[Array, "B HV K V"]]:
+) -> tuple[Float[Array, "B HV V"], Float[Array, "S D W1"], Float[Array, "S HV K V"]]:
     """One token of every row by two kernels, which change states where they lie.
 
         [q | k | v] = silu(conv(channels));   q and k to unit length;   beta = sigmoid(b)
@@ -138,12 +140,13 @@ def _run(gates: Gates, token: Token):
     from pallas_kernels.decode.conv_update import conv_update
     from pallas_kernels.decode.step import Channels
 
-    everywhere: dict[str, Any] = {"read_slots": None, "write_slots": None}
-    qkv, conv_state = conv_update(token.channels, *token.convolution, **everywhere)
+    slots = token.slots
+    qkv, conv_state = conv_update(token.channels, *token.convolution, read_slots=slots, write_slots=slots)
     (HV, K), H = token.state.shape[1:3], gates.H
     options: dict[str, Any] = {"A_log": token.A_log, "dt_bias": token.dt_bias, "scale": K**-0.5}
     options |= {"heads": (H, H, HV), "first": Channels(0, H * K, 2 * H * K, gates.decay, gates.strength)}
-    options |= {"allow_neg_eigval": gates.allow_neg_eigval} | everywhere
+    options |= {"allow_neg_eigval": gates.allow_neg_eigval, "read_slots": slots}
+    options |= {"write_slots": None if slots is None else slots[:, None]}
     qkv, decay, strength = qkv[:, None], token.decay[:, None], token.strength[:, None]
     o, state = gates.step()(qkv, qkv, qkv, decay, strength, token.state, **options)
     return o[:, 0], conv_state, state

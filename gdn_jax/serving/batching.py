@@ -6,6 +6,7 @@ writes to again, since the device may read it long after the call. A request cou
 that program has started, so a step that is interrupted before loses nothing.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from gdn_jax.serving.draws import Draw, Draws
 from gdn_jax.serving.pools import GRID
 from gdn_jax.serving.prefixes import Prefixes
 from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
-from gdn_jax.shapes import check_whole
+from gdn_jax.shapes import ArgumentError, check_whole
 
 Prefill = Callable[..., tuple[jax.Array, Any]]
 """(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools. A
@@ -67,6 +68,10 @@ class Chain(NamedTuple):
         if self.tokens.shape[1] == 1:
             return self.tokens[:, 0]
         return jnp.take_along_axis(self.tokens, self.count[:, None] - 1, axis=1)[:, 0]
+
+    def packed(self) -> jax.Array:
+        """Tokens and counts in one array [B, T + 1] of int32, which one copy brings to the host."""
+        return jnp.concatenate([self.tokens, self.count[:, None]], axis=1).astype(jnp.int32)
 
 
 class QueueFull(RuntimeError):
@@ -119,6 +124,9 @@ class Server:
         prompt is read whole. Each prefix takes the bytes of a whole slot, also for tokens that are not there yet.
       prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
+      most_tokens: most tokens of a request in a step. Where it is above 1, no prompt is read and nobody could start
+        earlier, a step is so many tokens of every request by one program: the host has less to do, and hears of
+        tokens, and of new requests, later. Not for chains.
 
     Raises:
       ValueError: a number does not fit.
@@ -138,11 +146,13 @@ class Server:
         prefix_bytes: int = 0,
         prefix_stride: int = 256,
         sampling: bool = False,
+        most_tokens: int = 1,
     ):
         slots = slot_count(pools)
         check_whole("max_batch", max_batch, 1, slots)
         check_whole("max_waiting", max_waiting, 1)
         check_whole("prefill_tokens", prefill_tokens, GRID)
+        check_whole("most_tokens", most_tokens, 1)
         if vocab_size is not None:
             check_whole("vocab_size", vocab_size, 1, TOKENS)
         self._tokens = vocab_size or TOKENS
@@ -153,9 +163,10 @@ class Server:
         self._state = _State(pools, jnp.zeros(slots, jnp.int32), draws)
         self._free = deque(range(slots))
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
+        self._most_tokens = most_tokens
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
-        self._unread: deque[tuple[Chain, list[_Request | None]]] = deque()
+        self._unread: deque[tuple[jax.Array, list[_Request | None]]] = deque()
         self._finished: dict[int, np.ndarray] = {}
         self._number = 0
         self.prefixes = Prefixes(prefix_stride, prefix_bytes)
@@ -319,25 +330,20 @@ class Server:
                 room -= length
         if not rows:
             return
-        padding = self._max_batch - len(rows)
-        tokens = np.concatenate([piece for _, piece in rows] + [np.zeros(room, np.int32)])
-        ends = np.cumsum([0] + [len(piece) for _, piece in rows] + [0] * padding)
-        slots = [request.slot for request, _ in rows] + [-1] * padding
-        goes_on = [request.seen > 0 for request, _ in rows] + [False] * padding
         owners: list[_Request | None] = [
             request if request.seen + len(piece) == len(request.prompt) else None for request, piece in rows
         ]
-        ended = [slot if owner else -1 for slot, owner in zip(slots, owners + [None] * padding, strict=True)]
-        new, self._state = _run_prefill(
-            self._prefill,
-            self._state,
-            self._params,
-            _indices(tokens)[None],
-            *map(_indices, (ends, slots, goes_on, ended)),
-            Draws.of([request.draw for request, _ in rows] + [Draw.none()] * padding)
-            if self._samples
-            else None,
-        )
+        tokens = np.concatenate([piece for _, piece in rows] + [np.zeros(room, np.int32)])
+        table = np.full((4, self._max_batch + 1), -1)
+        table[0, : len(rows) + 1] = ends = np.cumsum([0] + [len(piece) for _, piece in rows])
+        table[0, len(rows) + 1 :] = ends[-1]
+        slots = table[1, : len(rows)] = [request.slot for request, _ in rows]
+        table[2, : len(rows)] = [request.seen > 0 for request, _ in rows]
+        table[3, : len(rows)] = [-1 if owner is None else owner.slot for owner in owners]
+        draws = [request.draw for request, _ in rows] + [Draw.none()] * (self._max_batch - len(rows))
+        draws = Draws.of(draws) if self._samples else None
+        arguments = self._params, _indices(tokens[None]), _indices(table), draws
+        new, self._state = _run_prefill(self._prefill, self._state, *arguments)
         for request, piece in rows:
             request.seen += len(piece)
         self._count(new, owners)
@@ -346,28 +352,36 @@ class Server:
                 self.prefixes.keep(request.prompt, request.seen, _take(self._state, _indices([slot])))
 
     def _start_tokens(self) -> None:
-        owners: list[_Request | None] = [request for request in self._running if request.made]
-        if owners:
-            slots = [request.slot for request in owners if request] + [-1] * (self._max_batch - len(owners))
-            new, self._state = _run_decode(self._decode, self._state, self._params, _indices(slots))
-            self._count(new, owners)
+        owners: list[Any] = [request for request in self._running if request.made]
+        if not owners:
+            return
+        left = [request.num_tokens - request.made for request in owners]
+        steps = self._most_tokens
+        if len(owners) < len(self._running) or (min if self._waiting else max)(left) < steps:
+            steps = 1
+        table = np.full((2, self._max_batch), -1)
+        table[:, : len(owners)] = [request.slot for request in owners], left
+        new, self._state = _run_decode(self._decode, steps, self._state, self._params, _indices(table))
+        self._count(new, owners, steps)
 
-    def _count(self, new: Chain, owners: list[_Request | None]) -> None:
+    def _count(self, new: jax.Array, owners: list[_Request | None], steps: int = 1) -> None:
+        new.copy_to_host_async()
         self._unread.append((new, owners))
         for request in filter(None, owners):
-            request.made += 1
+            request.made = min(request.made + steps, request.num_tokens)
             if request.made == request.num_tokens:
                 self._release(request)
 
-    def _read(self, new: Chain, owners: list[_Request | None]) -> None:
+    def _read(self, new: jax.Array, owners: list[_Request | None]) -> None:
+        """Reads the tokens [steps, N, T + 1] of programs: the last number of each row is how many there are."""
         began = time.perf_counter()
-        rows, counts = (x.tolist() for x in jax.device_get((new.tokens, new.count)))
+        rows = np.asarray(new).swapaxes(0, 1).tolist()
         self.waited += time.perf_counter() - began
-        for tokens, count, request in zip(rows, counts, owners, strict=False):
+        for steps, request in zip(rows, owners, strict=False):
             if request is None or request.is_done:
                 continue
-            request.made += count - 1
-            for token in tokens[:count]:
+            request.made += sum(max(count, 1) - 1 for *_, count in steps)
+            for token in itertools.chain.from_iterable(tokens[:count] for *tokens, count in steps):
                 request.tokens.append(token)
                 self.read.setdefault(request.number, []).append(token)
                 if token == request.stop_token or len(request.tokens) == request.num_tokens:
@@ -393,26 +407,41 @@ def _take(state: _State, slots: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _run_prefill(
-    prefill: Prefill, state: _State, params, tokens, cu_seqlens, slots, has_initial_state, ended, draws
-):
-    """Only prompts that end in this step have a newest token."""
+def _run_prefill(prefill: Prefill, state: _State, params, tokens, table, draws):
+    """Pieces of prompts, of which each column of the table [4, N + 1] has where it begins, its slot, whether the slot
+    has an initial state, and the slot again if the prompt ends: only then there is a newest token."""
+    cu_seqlens, (slots, goes_on, ended) = table[0], table[1:, :-1]
     more = () if draws is None else (draws,)
-    new, pools = prefill(params, tokens, cu_seqlens, slots, has_initial_state, state.pools, *more)
+    new, pools = prefill(params, tokens, cu_seqlens, slots, goes_on > 0, state.pools, *more)
     new = Chain.of("prefill", new, len(slots), "N")
     if draws is not None:
         draws = draws._replace(number=new.count)  # of a prompt that goes on it is written again
         draws = put(state.draws, Address.of(slots, state.newest), draws)
-    return new, _State(pools, put(state.newest, Address.of(ended, state.newest), new.newest), draws)
+    newest = put(state.newest, Address.of(ended, state.newest), new.newest)
+    return new.packed()[None], _State(pools, newest, draws)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _run_decode(decode: Decode, state: _State, params, slots):
-    at = Address.of(slots, state.newest)
-    draws = take(state.draws, at)
-    more = () if draws is None else (draws,)
-    new, pools = decode(params, take(state.newest, at), slots, state.pools, *more)
-    new = Chain.of("decode", new, len(slots), "B")
-    if draws is not None:
-        draws = put(state.draws, at, draws._replace(number=draws.number + new.count))
-    return new, _State(pools, put(state.newest, at, new.newest), draws)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _run_decode(decode: Decode, steps: int, state: _State, params, table):
+    """Steps of tokens of requests, of which each column of the table [2, B] has the slot, and how many tokens it gets
+    at most: after them it is padding."""
+    slots, left = table
+
+    def step(carry: tuple[_State, jax.Array], _: None) -> tuple[tuple[_State, jax.Array], jax.Array]:
+        state, left = carry
+        now = jnp.where(left > 0, slots, -1)
+        at = Address.of(now, state.newest)
+        draws = take(state.draws, at)
+        more = () if draws is None else (draws,)
+        new, pools = decode(params, take(state.newest, at), now, state.pools, *more)
+        new = Chain.of("decode", new, len(slots), "B")
+        if steps > 1 and new.tokens.shape[1] > 1:
+            raise ArgumentError("most_tokens", "1, since decode gives chains", steps)
+        if draws is not None:
+            draws = put(state.draws, at, draws._replace(number=draws.number + new.count))
+        state = _State(pools, put(state.newest, at, new.newest), draws)
+        new = new._replace(count=jnp.where(left > 0, new.count, 0))
+        return (state, left - new.count), new.packed()
+
+    (state, _), new = jax.lax.scan(step, (state, left), None, length=steps)
+    return new, state

@@ -69,16 +69,27 @@ class AttentionRows(Attention, Reader):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The output and the cache after tokens, from the products of `inputs` and their places."""
         q, k, v, *gate = (channels[..., place] for place in places)
-        if (found := self._by_kernels(channels, cache)) is None:
+        if (found := self._by_kernels(channels, gate, cache, self.place(cache))) is None:
             return self.of_heads(self.heads_of(q, k, v, self.positions(channels, cache)), gate, cache)
-        o, after = found
-        return self.o_proj(self.gated_by(o, gate[0] if gate else None)), after
+        return found[0], found[1]._replace(length=cache.length + 1)
+
+    def by_kernels(
+        self, x: Float[Array, "B 1 D"], pool: FixedAttentionCache, place: Place
+    ) -> tuple[Float[Array, "B 1 D"], FixedAttentionCache] | None:
+        """A token of each row at some places of a pool, and the pool with its keys and values, but with the lengths
+        before it; None where no kernels take it."""
+        inputs: list[Any] = self.inputs()
+        if (group := group_of(inputs)) is None or self.config.window is not None:
+            return None
+        channels = group(x)
+        gate = [channels[..., linear.start : linear.stop] for linear in inputs[3:]]
+        return self._by_kernels(channels, gate, pool, place)
 
     def _by_kernels(
-        self, channels: Float[Array, "B T F"], cache: Any
-    ) -> tuple[Float[Array, "B T H V"], Any] | None:
-        """The heads' outputs for a token of each row with a cache of fixed size, and the cache after it, by kernels;
-        None where these do not take it."""
+        self, channels: Float[Array, "B T F"], gate: list[Array], cache: Any, place: Place
+    ) -> tuple[Float[Array, "B T D"], Any] | None:
+        """The output for a token of each row with a cache of fixed size, and the cache with its keys and values, by
+        kernels; None where these do not take it."""
         config = self.config
         if (
             channels.shape[1] > 1
@@ -93,10 +104,9 @@ class AttentionRows(Attention, Reader):
         arrays = channels[:, 0], cache.k, cache.v
         if not takes(*arrays, heads, self.implementation):
             return None
-        place = self.place(cache)
         o, k, v = cached_attention(*arrays, place, norms, heads)
-        is_kept = (place.slot < cache.k.shape[1])[:, None, None]
-        return jnp.where(is_kept, o, jnp.nan)[:, None], type(cache)(k, v, cache.length + 1)
+        o = jnp.where((place.slot < cache.k.shape[1])[:, None, None], o, jnp.nan)[:, None]
+        return self.o_proj(self.gated_by(o, gate[0] if gate else None)), cache._replace(k=k, v=v)
 
     def place(self, cache: Any) -> Place:
         """The place of a token of each row after those of a cache."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers import RecurrentCache, RecurrentMixer
 from gdn_jax.layers.blocks import RMSNorm, from_stream, normalise_first
@@ -69,7 +69,7 @@ class RecurrentRows(Reader):
         cache = cache_alone(options)
         if x.shape[1] > 1 or cache is None:
             return self.mixer(x, **options)
-        return self._by_kernels(x, cache) or self._by_parts(x, cache)
+        return self.by_kernels(x, cache) or self._by_parts(x, cache)
 
     def init_cache(self, batch: int) -> RecurrentCache:
         """See `layers.blocks.TokenMixer.init_cache`."""
@@ -91,16 +91,27 @@ class RecurrentRows(Reader):
         """See `Reader.token_weights`."""
         return weights_of(self.group, group_of([self.mixer.o_proj]))
 
+    def by_kernels(
+        self, x: Float[Array, "B 1 D"], cache: RecurrentCache, slots: Int[Array, " B"] | None = None
+    ) -> tuple[Float[Array, "B 1 D"], RecurrentCache] | None:
+        """A token by kernels that change states where they lie; None where none takes it.
+
+        Args:
+          x: inputs.
+          cache: of the tokens before.
+          slots: where in the cache each row is, as for `parts.token.Token`.
+        """
+        return self._by_kernels(x, cache, slots)
+
     def _known(self, cache) -> tuple[Convolution, Array | None, Array, Array]:
         """The convolution, A_log, dt_bias and the states of the rule, as kernels of a token take them."""
         m = self.mixer
         A_log = None if m.A_log is None else m.A_log[...]
         return Convolution(cache.conv, *m.filters()), A_log, m.dt_bias[...], cache.state
 
-    def _by_kernels(self, x, cache) -> tuple[Array, RecurrentCache] | None:
-        """A token by kernels that change states where they lie; None where none takes it."""
-        del x, cache
-        return None
+    def _by_kernels(self, x, cache, slots) -> tuple[Array, RecurrentCache] | None:
+        """See `by_kernels`."""
+        del x, cache, slots
 
     def _by_parts(self, x, cache):
         """A token by the parts of the layer."""
@@ -161,19 +172,19 @@ class TokenRows(RecurrentRows):
                     return s, found
         return normalise_first(self, norm, x, y, **options)
 
-    def _by_kernels(self, x, cache):
+    def _by_kernels(self, x, cache, slots):
         if self.mixer.conv_weight is None or not is_whole(x, *cache):
             return None
         *raw, _ = self._raw_gates()
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
-        return self._token(channels, [_raw(factors, x) for factors in raw], x, cache)
+        return self._token(channels, [_raw(factors, x) for factors in raw], x, cache, slots)
 
-    def _token(self, channels, raw, x, cache):
+    def _token(self, channels, raw, x, cache, slots=None):
         """A token from its products, and its gates' products with their places; None where no kernel takes it."""
         *_, of = self._raw_gates()
         arrays, starts = zip(*raw, strict=True)
         qkv, decay, strength = (a[:, 0] for a in (channels, *arrays))
-        known, gates = token.Token(qkv, decay, strength, *self._known(cache)), of(*starts)
+        known, gates = token.Token(qkv, decay, strength, *self._known(cache), slots), of(*starts)
         if not token.takes(known, gates, self.mixer.implementation):
             return None
         o, *after = token.mix_token(known, gates)
@@ -221,9 +232,10 @@ class HeadRows(TokenRows):
         of = partial(token.HeadGates, m.num_heads, allow_neg_eigval=m.allow_neg_eigval)
         return [m.a_proj], [m.b_proj], of
 
-    def _by_kernels(self, x, cache):
-        """See `RecurrentRows`: on a mesh, and without a convolution, the rule alone is a kernel."""
-        if (found := super()._by_kernels(x, cache)) is not None:
+    def _by_kernels(self, x, cache, slots):
+        """See `RecurrentRows.by_kernels`: on a mesh, and without a convolution, the rule alone is a kernel."""
+        found = super()._by_kernels(x, cache, slots)
+        if found is not None or slots is not None:
             return found
         m = self.mixer
         qkv, a, b = m.project(x)
@@ -265,8 +277,8 @@ class DeltaRow(RecurrentRows):
         super().__init__(rows.mixer)
         self.rows = rows
 
-    def _by_kernels(self, x, cache):
-        return self.rows._by_kernels(x, cache)
+    def _by_kernels(self, x, cache, slots):
+        return self.rows.by_kernels(x, cache, slots)
 
     def from_stream(
         self,
