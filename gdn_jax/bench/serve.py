@@ -74,6 +74,8 @@ class ServeBenchmark(Benchmark):
     """Shortest and longest answer."""
     prefill_tokens: Annotated[int, Positive] = 1024
     """Tokens of prompts in a step; 64 at least."""
+    most_tokens: Annotated[int, Positive] = 8
+    """Most tokens of a request in a step, by one program while no prompt is read; 1: one."""
     system_tokens: Annotated[int, NotNegative] = 0
     """Tokens that all prompts begin with, as with a system prompt; the tokens of --prompt-tokens follow them."""
     prefix_gb: Annotated[float, NotNegative] = 0.0
@@ -104,9 +106,10 @@ class ServeBenchmark(Benchmark):
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
         """A case for each number of requests in flight."""
-        served = ServedModel(LanguageModel(self.config(), rngs=nnx.Rngs(self.seed)))
-        jax.block_until_ready(served.params)
+        model = LanguageModel(self.config(), rngs=nnx.Rngs(self.seed))
         for requests in self.requests:
+            served = ServedModel(model, max_batch=requests)
+            jax.block_until_ready(served.params)
             about = {"model": self.model, "requests": requests}
             yield Case(about, partial(self.time_steps, served, about))
 
@@ -123,6 +126,7 @@ class ServeBenchmark(Benchmark):
             prefill_tokens=self.prefill_tokens,
             vocab_size=vocab_size,
             prefix_bytes=int(1e9 * self.prefix_gb),
+            most_tokens=self.most_tokens,
         )
         began = time.perf_counter()
         server.submit([0], 2)

@@ -17,6 +17,7 @@ from gdn_jax.models.sampling import next_tokens
 from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import Structure, split
+from gdn_jax.models.window import WindowAttention
 from gdn_jax.serving.batching import Chain
 from gdn_jax.serving.draws import Draws
 from gdn_jax.serving.slots import Indices
@@ -45,6 +46,8 @@ class ServedModel:
         newest token of each request: it gives a `serving.Chain`. The tokens are the same, but for ties within
         rounding. None: there are none.
       num_drafts: guesses in a step, 1 or more.
+      max_batch: most requests of a `decode`, if known. 1: the weights lie as the kernels of a single row read them,
+        and in pools of one slot `decode` is a token of `generate`; such a slot has no padding.
 
     Raises:
       NotImplementedError: a mixer is another one.
@@ -58,7 +61,10 @@ class ServedModel:
         batch_invariant: bool = False,
         drafts: str | None = None,
         num_drafts: int = 3,
+        max_batch: int | None = None,
     ):
+        if max_batch is not None:
+            check_whole("max_batch", max_batch, 1)
         self._mixers = [block.mixer for block in model.blocks]
         self._drafts: Any = NoDrafts()
         self._chain = 1
@@ -68,7 +74,10 @@ class ServedModel:
             self._chain = 1 + num_drafts
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
         self._whole, whole = split(for_inference(model))
-        self._single, single = _for_tokens(self._whole, whole)
+        rows = MANY if max_batch is None or batch_invariant else max_batch * self._chain
+        self._single, single = _for_tokens(self._whole, whole, rows)
+        # A window's pool has all tokens and is no ring, as its cache is.
+        self._is_one_row = rows == 1 and not any(isinstance(m, WindowAttention) for m in self._mixers)
         self.params = whole, single
 
     def make_pools(
@@ -163,6 +172,9 @@ class ServedModel:
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
         model = self._single.merge(params[1])
+        if self._is_one_row and all(map(_is_cache, pools)):
+            x, pools = model.hidden_states(tokens[:, None], cache=pools)
+            return next_tokens(model.logits(x), draws)[:, 0], pools
         drafts, pools = self._drafts.guess(model, tokens, slots, pools)
         layers = self._drafts.layers(pools)
 
@@ -204,17 +216,23 @@ class ServedModel:
         return next_tokens(model.logits(x)), after or ()
 
 
+def _is_cache(pool: Any) -> bool:
+    """Whether the pool of a layer is the cache of one row."""
+    arrays = jax.tree.leaves(pool)
+    return len(arrays) == len(pool) and all(len(x) == 1 for x in arrays)
+
+
 MANY = 2
 """Rows for which a model is prepared that serves any number of requests, see `for_decoding`."""
 
 
-def _for_tokens(structure: Structure, arrays: list[Any]) -> tuple[Structure, list[Any]]:
-    """Structure and arrays of a model of `for_inference` as `decode` reads them, made by one program. An array that
-    stays is shared."""
+def _for_tokens(structure: Structure, arrays: list[Any], rows: int) -> tuple[Structure, list[Any]]:
+    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, made by one
+    program. An array that stays is shared."""
     found: list[Any] = []
 
     def make(arrays: list[Any]) -> list[Any]:
-        single, laid_out = split(for_decoding(structure.merge(arrays), MANY))
+        single, laid_out = split(for_decoding(structure.merge(arrays), rows))
         places = {id(x): i for i, x in enumerate(arrays)}
         found.extend([single, [places.get(id(x)) for x in laid_out]])
         return [x for x in laid_out if id(x) not in places]

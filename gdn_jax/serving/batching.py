@@ -124,9 +124,9 @@ class Server:
         prompt is read whole. Each prefix takes the bytes of a whole slot, also for tokens that are not there yet.
       prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
-      most_tokens: most tokens of a request in a step. Where it is above 1, no prompt is read and nobody could start
-        earlier, a step is so many tokens of every request by one program: the host has less to do, and hears of
-        tokens, and of new requests, later. Not for chains.
+      most_tokens: most tokens of a request in a step. Where no prompt is left to read, and no request that waits could
+        start earlier, a step is so many tokens of every request by one program: the host has less to do, and tells
+        tokens, and starts new requests, later. Not for chains.
 
     Raises:
       ValueError: a number does not fit.

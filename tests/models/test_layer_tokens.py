@@ -17,6 +17,7 @@ from gdn_jax.layers import GatedDeltaNet, GatedDeltaNetCache
 from gdn_jax.models.inference import recurrent
 from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.recurrent import HeadRows, grouped
+from gdn_jax.models.served_layers import Recurrent
 from gdn_jax.parts import norms
 from gdn_jax.parts.kernels import trusted
 from gdn_jax.serving.call import interpreted
@@ -103,6 +104,29 @@ def test_token_of_a_layer_with_one_product(start, monkeypatch):
     close(expected[0], y, "y")
     close(expected[1].state, after.state, "state")
     close_windows(expected[1].conv, after.conv)
+
+
+@pytest.mark.slow
+def test_a_token_in_slots_by_kernels(monkeypatch):
+    """A server's layers read the channels of the one product, too. Requests in any slots, one of them no request; a
+    slot that nobody has holds NaN and keeps it."""
+    layer = grouped_layer()[2]
+    plain = drawn(lambda rngs: GatedDeltaNet(64, num_heads=2, head_dim=32, expand_v=1.0, rngs=rngs))
+    draw, slots = draws(3), np.array([3, -1, 0])
+    x, pool = draw(3, 1, 64), GatedDeltaNetCache(draw(4, 192, 3), draw(4, 2, 32, 32))
+    pool = jax.tree.map(lambda x: x.at[1].set(jnp.nan), pool)
+    kind = Recurrent(False)
+    want, after = jax.jit(lambda x, pool: kind.decode(plain, x, pool, slots))(x, pool)
+    calls = interpret_tokens(monkeypatch, *TOKENS)
+    monkeypatch.setattr(norm, "add_norm", functools.partial(norm.add_norm, interpret=INTERPRET))
+    with trusted():
+        y, got = kind.decode(layer, x, pool, slots)
+    assert calls == ["conv_update", "step_of_channels"]
+    np.testing.assert_array_equal(y[1], 0)
+    close(want, y, "y")
+    for old, a, b in zip(pool, after, got, strict=True):
+        np.testing.assert_array_equal(old[1:3], b[1:3])
+        close(a[::3], b[::3], "pool")
 
 
 def test_derivative_of_the_gates_in_one_product(interpreted):

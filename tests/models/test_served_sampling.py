@@ -50,10 +50,13 @@ def make_server(num_drafts, slots=5, **options):
     return serving.Server(served.prefill, served.decode, served.params, pools, **options)
 
 
-@pytest.mark.parametrize("num_drafts", [2, pytest.param(0, marks=pytest.mark.slow)])
-def test_every_request_gets_what_generate_gives(num_drafts):
-    """By its own key, whatever the others do, with and without drafts, also where it loses its place for a time."""
-    server, rng = make_server(num_drafts, vocab_size=5), np.random.default_rng(1)
+@pytest.mark.parametrize(
+    "num_drafts, most_tokens", [(2, 1), *(pytest.param(0, n, marks=pytest.mark.slow) for n in (1, 3))]
+)
+def test_every_request_gets_what_generate_gives(num_drafts, most_tokens):
+    """By its own key, whatever the others do, with drafts, without, and with several tokens in a step, also where it
+    loses its place for a time."""
+    server, rng = make_server(num_drafts, vocab_size=5, most_tokens=most_tokens), np.random.default_rng(1)
     numbers, got = {}, {}
     for i, (prompt, count, way, _) in enumerate(requests() * 3):
         numbers[server.submit(prompt, count, **way)] = i % 5

@@ -15,6 +15,8 @@ from small_models import made
 from gdn_jax.models import AttentionConfig, ModelConfig
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import LatentAttentionConfig
+from gdn_jax.models.inference.attention import AttentionRows
+from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.served import ServedModel
 from gdn_jax.models.served_layers import Attending
@@ -210,7 +212,7 @@ def test_tokens_beyond_the_capacity_are_none():
 )
 def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
     """Requests in any slots, one of them no request; a slot that nobody has holds NaN. Where bits must not hang on
-    other requests there is no kernel."""
+    other requests there is no kernel. Of a copy for single tokens, heads are made by a kernel, too."""
     options: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     rng, slots = np.random.default_rng(0), np.array([2, -1, 0])
     mixer = nnx.jit(lambda: kind(16, config, rngs=nnx.Rngs(0), **options))()
@@ -221,7 +223,7 @@ def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
     pool = type(pool)(k, v, np.array([5, 9, 66], np.int32))
     monkeypatch.setattr(Config, "default", classmethod(lambda *_: Config(2, 5, ctas=2)))
 
-    def decode(batch_invariant):
+    def decode(batch_invariant, mixer=mixer):
         y, after = jax.jit(lambda x, pool: Attending(batch_invariant).decode(mixer, x, pool, slots))(x, pool)
         return np.asarray(y, np.float32), [np.asarray(a, np.float32)[slots[::2]] for a in after]
 
@@ -232,7 +234,13 @@ def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
         got, after = decode(False)
         assert interpreted == {"attention_rows": 1}
         decode(True)
-    assert interpreted == {"attention_rows": 1}
+        assert interpreted == {"attention_rows": 1}
+        heads = dict(cached_heads=1) if kind is Attention else {}
+        single = decode(False, (AttentionRows if heads else LatentRows)(nnx.clone(mixer)))
+    assert interpreted == heads | {"attention_rows": 2}
+    close(want, single[0], "y", 6, dtype="bfloat16")
+    for a, b in zip(pools, single[1], strict=True):
+        np.testing.assert_array_equal(a, b)
     # Both programs round the weights of values, what heads see, and the output.
     close(want, got, "y", 6, dtype="bfloat16")
     for a, b in zip(pools, after, strict=True):

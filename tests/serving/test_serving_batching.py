@@ -153,9 +153,14 @@ def test_the_queue_is_bounded():
     assert_same_tokens(wanted(), got)
 
 
-def test_preempted_requests_go_on_where_they_were():
+several = pytest.mark.parametrize("most_tokens", [1, 2])
+"""Most tokens of a request in a step."""
+
+
+@several
+def test_preempted_requests_go_on_where_they_were(most_tokens):
     """At every stage: within a prompt, after it, among new tokens; the slot serves others meanwhile."""
-    server = make_server()
+    server = make_server(most_tokens=most_tokens)
     numbers = {server.submit(prompts()[i], REQUESTS[i][1]): i for i in range(len(REQUESTS))}
     rng = np.random.default_rng(3)
     got, preempted = {}, 0
@@ -174,10 +179,11 @@ def test_preempted_requests_go_on_where_they_were():
     assert_same_tokens(wanted(), got)
 
 
-def test_cancelled_requests_change_no_other():
+@several
+def test_cancelled_requests_change_no_other(most_tokens):
     """At every stage, some after they have lost their slot or when only a token is unread. What has been read of them
     is how they begin, and no step returns them; all slots serve again."""
-    server, rng = make_server(), np.random.default_rng(5)
+    server, rng = make_server(most_tokens=most_tokens), np.random.default_rng(5)
     numbers = {server.submit(prompts()[i % 8], REQUESTS[i % 8][1]): i % 8 for i in range(24)}
     got, cancelled = {}, {}
     while len(got) + len(cancelled) < len(numbers):

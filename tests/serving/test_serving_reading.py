@@ -1,10 +1,11 @@
-"""What a step of a Server tells: new tokens as they are read, and the seconds in which it waited."""
+"""What a step of a Server tells: new tokens as they are read, one or several, and the seconds in which it waited."""
 
 import itertools
 import types
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from device_arrays import put
 
 from gdn_jax import serving
@@ -19,8 +20,8 @@ def decode(params, tokens, slots, pools):
     return tokens + 1, pools
 
 
-def make_server():
-    return serving.Server(prefill, decode, None, put(np.zeros((3, 1), np.float32)), max_batch=2)
+def make_server(decode=decode, **options):
+    return serving.Server(prefill, decode, None, put(np.zeros((3, 1), np.float32)), max_batch=2, **options)
 
 
 def test_tokens_are_told_as_they_are_read():
@@ -41,6 +42,36 @@ def test_tokens_are_told_as_they_are_read():
     assert told == {number: tokens.tolist() for number, tokens in ended.items()}
     server.step()
     assert server.read == {}
+
+
+def test_several_tokens_in_a_step():
+    """Where nobody could start earlier: not while a prompt is to be read, and while requests wait not beyond the next end.
+    What comes after a stop token, or after the last token of a request that ends within the program, is dropped."""
+    server, steps = make_server(most_tokens=4, prefill_tokens=64), []
+    lengths = {server.submit([1] * n, count): count for n, count in ((5, 4), (150, 10), (3, 9), (3, 14))}
+    lengths[server.submit([1], 30, stop_token=6)] = 7
+    ended = {}
+    while len(ended) < len(lengths):
+        ended |= server.step()
+        steps.append({number: len(tokens) for number, tokens in server.read.items()})
+    for number, length in lengths.items():
+        assert ended[number].tolist() == [*range(length)]
+    # The first request goes on beside a prompt of three pieces. The first token of the second comes with four more,
+    # and four again while the third still has so many.
+    assert [step[1] for step in steps if 1 in step] == [2, 1, 1]
+    assert [step[2] for step in steps if 2 in step] == [5, 4, 1]
+    assert [step[3] for step in steps if 3 in step] == [5, 4] and len(steps) < 20
+    assert server.cancel(server.submit([1], 9)).tolist() == []
+
+
+def test_chains_come_one_in_a_step():
+    def chains(params, tokens, slots, pools):
+        return serving.Chain(jnp.stack([tokens, tokens], 1), jnp.ones_like(tokens)), pools
+
+    server = make_server(chains, most_tokens=4)
+    server.submit([1], 9)
+    with pytest.raises(ValueError, match="most_tokens: expected 1, since decode gives chains, got 4"):
+        server.run()
 
 
 def test_what_a_step_waits_for(monkeypatch):

@@ -12,6 +12,7 @@ from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
 from gdn_jax.parts import latent_token, row_product
+from gdn_jax.parts.cached_attention import Place
 from gdn_jax.parts.latent_token import Latents, LatentToken
 from gdn_jax.parts.products import transposed_product
 
@@ -64,6 +65,10 @@ class LatentRows(AttentionRows, LatentAttention):
         if q_b is not None:
             return self.of_heads(self.heads_of_queries(q_b, kv, positions), gate, cache)
         return self.of_heads(self.heads_of_first(q, kv, positions), gate, cache)
+
+    def by_kernels(self, x: Float[Array, "B 1 D"], pool: FixedAttentionCache, place: Place) -> None:
+        """See `AttentionRows.by_kernels`: there are none for rows of a pool."""
+        del x, pool, place
 
     def _second_of_channels(self, channels: Float[Array, "B T C"], first: int):
         """`second` of the latents among the projections of x, where they lie; None where no kernel takes them."""
