@@ -18,8 +18,8 @@ from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import Structure, split
 from gdn_jax.models.window import WindowAttention
-from gdn_jax.serving.batching import Chain
 from gdn_jax.serving.draws import Draws
+from gdn_jax.serving.programs import Chain, Params
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole
 
@@ -78,7 +78,7 @@ class ServedModel:
         self._single, single = _for_tokens(self._whole, whole, rows)
         # A window's pool has all tokens and is no ring, as its cache is.
         self._is_one_row = rows == 1 and not any(isinstance(m, WindowAttention) for m in self._mixers)
-        self.params = whole, single
+        self.params = Params(whole, single)
 
     def make_pools(
         self,
@@ -139,7 +139,7 @@ class ServedModel:
           pools: of `make_pools`, or of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model, layers = self._whole.merge(params[0]), self._drafts.layers(pools)
+        model, layers = self._whole.merge(Params.of(params).prefill), self._drafts.layers(pools)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].prefill(mixer, x, layers[i], cu_seqlens, slots, has_initial_state)
@@ -171,7 +171,7 @@ class ServedModel:
           pools: of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model = self._single.merge(params[1])
+        model = self._single.merge(Params.of(params).decode)
         if self._is_one_row and all(map(_is_cache, pools)):
             x, pools = model.hidden_states(tokens[:, None], cache=pools)
             return next_tokens(model.logits(x), draws)[:, 0], pools
@@ -207,7 +207,7 @@ class ServedModel:
           num_accepted_tokens: [N], of the call before.
           pools: of the call before.
         """
-        model = self._whole.merge(params[0])
+        model = self._whole.merge(Params.of(params).prefill)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
@@ -237,7 +237,8 @@ def _for_tokens(structure: Structure, arrays: list[Any], rows: int) -> tuple[Str
         found.extend([single, [places.get(id(x)) for x in laid_out]])
         return [x for x in laid_out if id(x) not in places]
 
-    new = iter(jax.jit(make)(arrays))
+    run = jax.jit(make)
+    new = iter(run(arrays) if jax.eval_shape(run, arrays) else ())  # without a GPU nothing is to be made
     single, places = found
     return single, [next(new) if place is None else arrays[place] for place in places]
 

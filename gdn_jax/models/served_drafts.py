@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.decoder import LanguageModel
 from gdn_jax.models.served_layers import Attending
-from gdn_jax.serving.batching import Chain
+from gdn_jax.serving.programs import Chain
 from gdn_jax.serving.slots import Address, Indices, put, take
 
 

@@ -5,7 +5,7 @@ change. Pools and tokens may lie with their heads over the devices of a mesh: ea
 nothing is sent.
 """
 
-from gdn_jax.serving.batching import Chain, QueueFull, Server
+from gdn_jax.serving.batching import QueueFull, Server
 from gdn_jax.serving.byte_states import ByteStates, make_byte_states
 from gdn_jax.serving.conv import causal_conv1d, causal_conv1d_update, causal_conv1d_verify
 from gdn_jax.serving.erasures import (
@@ -13,6 +13,7 @@ from gdn_jax.serving.erasures import (
     erase_then_delta_prefill,
     erase_then_delta_verify,
 )
+from gdn_jax.serving.programs import Chain
 from gdn_jax.serving.prompts import prefill, prefill_packed
 from gdn_jax.serving.ring import accept, flush, snapshot
 from gdn_jax.serving.ring_arrays import RingPool, make_ring_pool

@@ -9,81 +9,29 @@ that program has started, so a step that is interrupted before loses nothing.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from gdn_jax.serving.arguments import capacity, check_integers, slot_count
+from gdn_jax.serving.arguments import capacity, slot_count
 from gdn_jax.serving.draws import Draw, Draws
 from gdn_jax.serving.pools import GRID
 from gdn_jax.serving.prefixes import Prefixes
-from gdn_jax.serving.slots import Address, put, put_slots, take, take_slots
-from gdn_jax.shapes import ArgumentError, check_whole
-
-Prefill = Callable[..., tuple[jax.Array, Any]]
-"""(params, tokens [1, T], cu_seqlens [N + 1], slots [N], has_initial_state [N], pools) -> next tokens [N], pools. A
-server with sampling has one more argument, the `Draws` of the N requests."""
-Decode = Callable[..., tuple["jax.Array | Chain", Any]]
-"""(params, tokens [B], slots [B], pools) -> next tokens [B], or a `Chain` of them, pools; with sampling also the
-`Draws` of the B requests."""
+from gdn_jax.serving.programs import Decode, Params, Prefill, State, run_decode, run_prefill, take_state
+from gdn_jax.serving.slots import put_slots, take_slots
+from gdn_jax.shapes import check_whole
 
 TOKENS = 2**31
 """Tokens that int32 tells apart."""
 
 
-class Chain(NamedTuple):
-    """New tokens of requests, of which a step gives several. A pytree.
-
-    Fields:
-      tokens: [B, T] integers.
-      count: [B], 1 to T: a request's first `count` tokens are the new ones.
-    """
-
-    tokens: jax.Array
-    count: jax.Array
-
-    @classmethod
-    def of(cls, name: str, new: Any, size: int, letter: str) -> "Chain":
-        """Tokens of `size` requests that a function of that name gave: one each, or a chain of them.
-
-        Raises:
-          ValueError: they are no integers, or of another shape.
-        """
-        if not isinstance(new, cls):
-            check_integers(f"{name}'s tokens", new, (size,), letter)
-            return cls(new[:, None], jnp.ones(size, jnp.int32))
-        check_integers(f"{name}'s tokens", new.tokens, (size, None), f"{letter}, T")
-        check_integers(f"{name}'s count", new.count, (size,), letter)
-        return new
-
-    @property
-    def newest(self) -> jax.Array:
-        """The last new token of each request [B]."""
-        if self.tokens.shape[1] == 1:
-            return self.tokens[:, 0]
-        return jnp.take_along_axis(self.tokens, self.count[:, None] - 1, axis=1)[:, 0]
-
-    def packed(self) -> jax.Array:
-        """Tokens and counts in one array [B, T + 1] of int32, which one copy brings to the host."""
-        return jnp.concatenate([self.tokens, self.count[:, None]], axis=1).astype(jnp.int32)
-
-
 class QueueFull(RuntimeError):
     """The queue of waiting requests is full."""
-
-
-class _State(NamedTuple):
-    """Contents of the slots: the model's memory of a request, the request's newest token, and how it draws."""
-
-    pools: Any
-    newest: jax.Array
-    draws: Draws | None
 
 
 @dataclass(eq=False)
@@ -124,9 +72,9 @@ class Server:
         prompt is read whole. Each prefix takes the bytes of a whole slot, also for tokens that are not there yet.
       prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
-      most_tokens: most tokens of a request in a step. Where no prompt is left to read, and no request that waits could
-        start earlier, a step is so many tokens of every request by one program: the host has less to do, and tells
-        tokens, and starts new requests, later. Not for chains.
+      most_tokens: most tokens of a request in a step, not for chains. Where no prompt is left to read, and no request
+        that waits could start earlier, a step is so many tokens of every request by one program: the host has less to
+        do, and tells tokens, and starts new requests, later.
 
     Raises:
       ValueError: a number does not fit.
@@ -156,11 +104,11 @@ class Server:
         if vocab_size is not None:
             check_whole("vocab_size", vocab_size, 1, TOKENS)
         self._tokens = vocab_size or TOKENS
-        self._prefill, self._decode, self._params = prefill, decode, params
+        self._prefill, self._decode, self._params = prefill, decode, Params.of(params)
         self._capacity = capacity(pools)
         self._samples = sampling
         draws = jax.tree.map(jnp.asarray, Draws.of([Draw.none()] * slots)) if sampling else None
-        self._state = _State(pools, jnp.zeros(slots, jnp.int32), draws)
+        self._state = State(pools, jnp.zeros(slots, jnp.int32), draws)
         self._free = deque(range(slots))
         self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
         self._most_tokens = most_tokens
@@ -342,14 +290,14 @@ class Server:
         table[3, : len(rows)] = [-1 if owner is None else owner.slot for owner in owners]
         draws = [request.draw for request, _ in rows] + [Draw.none()] * (self._max_batch - len(rows))
         draws = Draws.of(draws) if self._samples else None
-        arguments = self._params, _indices(tokens[None]), _indices(table), draws
-        new, self._state = _run_prefill(self._prefill, self._state, *arguments)
+        arguments = self._params.prefill, _indices(tokens[None]), _indices(table), draws
+        new, self._state = run_prefill(self._prefill, self._state, *arguments)
         for request, piece in rows:
             request.seen += len(piece)
         self._count(new, owners)
         for (request, _), slot in zip(rows, slots, strict=False):
             if self.prefixes.wants(request.prompt, request.seen):
-                self.prefixes.keep(request.prompt, request.seen, _take(self._state, _indices([slot])))
+                self.prefixes.keep(request.prompt, request.seen, take_state(self._state, _indices([slot])))
 
     def _start_tokens(self) -> None:
         owners: list[Any] = [request for request in self._running if request.made]
@@ -361,7 +309,7 @@ class Server:
             steps = 1
         table = np.full((2, self._max_batch), -1)
         table[:, : len(owners)] = [request.slot for request in owners], left
-        new, self._state = _run_decode(self._decode, steps, self._state, self._params, _indices(table))
+        new, self._state = run_decode(self._decode, steps, self._state, self._params.decode, _indices(table))
         self._count(new, owners, steps)
 
     def _count(self, new: jax.Array, owners: list[_Request | None], steps: int = 1) -> None:
@@ -398,50 +346,3 @@ def _indices(values: Any) -> np.ndarray:
     array = array if array.dtype == bool else array.astype(np.int32)
     array.flags.writeable = False
     return array
-
-
-@jax.jit
-def _take(state: _State, slots: Any) -> Any:
-    """Contents of slots, as arrays of their own."""
-    return take_slots(state, slots)
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _run_prefill(prefill: Prefill, state: _State, params, tokens, table, draws):
-    """Pieces of prompts, of which each column of the table [4, N + 1] has where it begins, its slot, whether the slot
-    has an initial state, and the slot again if the prompt ends: only then there is a newest token."""
-    cu_seqlens, (slots, goes_on, ended) = table[0], table[1:, :-1]
-    more = () if draws is None else (draws,)
-    new, pools = prefill(params, tokens, cu_seqlens, slots, goes_on > 0, state.pools, *more)
-    new = Chain.of("prefill", new, len(slots), "N")
-    if draws is not None:
-        draws = draws._replace(number=new.count)  # of a prompt that goes on it is written again
-        draws = put(state.draws, Address.of(slots, state.newest), draws)
-    newest = put(state.newest, Address.of(ended, state.newest), new.newest)
-    return new.packed()[None], _State(pools, newest, draws)
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _run_decode(decode: Decode, steps: int, state: _State, params, table):
-    """Steps of tokens of requests, of which each column of the table [2, B] has the slot, and how many tokens it gets
-    at most: after them it is padding."""
-    slots, left = table
-
-    def step(carry: tuple[_State, jax.Array], _: None) -> tuple[tuple[_State, jax.Array], jax.Array]:
-        state, left = carry
-        now = jnp.where(left > 0, slots, -1)
-        at = Address.of(now, state.newest)
-        draws = take(state.draws, at)
-        more = () if draws is None else (draws,)
-        new, pools = decode(params, take(state.newest, at), now, state.pools, *more)
-        new = Chain.of("decode", new, len(slots), "B")
-        if steps > 1 and new.tokens.shape[1] > 1:
-            raise ArgumentError("most_tokens", "1, since decode gives chains", steps)
-        if draws is not None:
-            draws = put(state.draws, at, draws._replace(number=draws.number + new.count))
-        state = _State(pools, put(state.newest, at, new.newest), draws)
-        new = new._replace(count=jnp.where(left > 0, new.count, 0))
-        return (state, left - new.count), new.packed()
-
-    (state, _), new = jax.lax.scan(step, (state, left), None, length=steps)
-    return new, state

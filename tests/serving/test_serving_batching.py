@@ -328,7 +328,7 @@ def test_indices_are_never_written_to_again():
 
     prefill, decode = recording({})
     server = serving.Server(prefill, decode, None, jnp.full(3, 9), max_batch=2, prefill_tokens=64)
-    names = ("_run_prefill", "_run_decode")
+    names = ("run_prefill", "run_decode")
     originals = {name: getattr(batching, name) for name in names}
     with pytest.MonkeyPatch.context() as patch:
         for name in names:

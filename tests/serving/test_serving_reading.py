@@ -45,8 +45,8 @@ def test_tokens_are_told_as_they_are_read():
 
 
 def test_several_tokens_in_a_step():
-    """Where nobody could start earlier: not while a prompt is to be read, and while requests wait not beyond the next end.
-    What comes after a stop token, or after the last token of a request that ends within the program, is dropped."""
+    """Where nobody could start earlier: not while a prompt is to be read, and while requests wait not beyond the next
+    end. What comes after a stop token, or after the end of a request within the program, is dropped."""
     server, steps = make_server(most_tokens=4, prefill_tokens=64), []
     lengths = {server.submit([1] * n, count): count for n, count in ((5, 4), (150, 10), (3, 9), (3, 14))}
     lengths[server.submit([1], 30, stop_token=6)] = 7
