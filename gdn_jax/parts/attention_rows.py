@@ -30,8 +30,7 @@ def attention_rows(
 
     Args:
       q: one query of each head; head i reads keys and values of head i // (H // Hkv).
-      k, v: the cache of S slots. What the slots after `length` hold does not matter where the kernel runs; elsewhere
-        it must be finite.
+      k, v: the cache of S slots. What the slots after `length` hold does not matter.
       length: tokens of each row; fewer than 1 count as 1, and more than S as S.
       rows: rows of a pool, which the kernel reads where they lie; None: k and v have the queries' rows.
       implementation: as for `parts.kernels.usable`.
@@ -43,9 +42,8 @@ def attention_rows(
     queries, cache = (q.reshape(B, N, H // N, K),), (k, v)
     if _reason(queries, cache, implementation) is None:
         return _rows(K**-0.5, queries, cache, length, rows).reshape(B, 1, H, -1)
-    if rows is not None:
-        known = (jnp.arange(k.shape[1]) < length[:, None])[..., None, None]  # other slots may hold NaN
-        k, v = (jnp.where(known, x[rows], 0) for x in (k, v))
+    known = (jnp.arange(k.shape[1]) < length[:, None])[..., None, None]  # other slots may hold NaN
+    k, v = (jnp.where(known, x if rows is None else x[rows], 0) for x in (k, v))
     return attend(q, k, v, causal=False, lengths=length)
 
 

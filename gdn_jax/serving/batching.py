@@ -54,7 +54,7 @@ class _Request:
 
 
 class Server:
-    """A loop over requests: each call of `step` gives every running request a token, or a `Chain` of tokens.
+    """A loop over requests: each call of `step` gives every running request a token, a `Chain`, or several tokens.
 
     Args:
       prefill, decode: pure functions of a model, which the server compiles once. -1 among the slots is padding.
@@ -183,7 +183,7 @@ class Server:
         return self._number
 
     def step(self) -> dict[int, np.ndarray]:
-        """Starts a token of every running request, and reads those that the step before started.
+        """Starts a token of every running request, or several, and reads those that the step before started.
 
         Returns:
           The new tokens of the requests that have ended.
