@@ -6,8 +6,8 @@ a shortest and a longest length: half of the lengths are below the geometric mea
 uniform. No answer ends before its drawn length. The timed steps begin when as many requests have ended as are in
 flight.
 
-A line is the time of a step of the server, by the clock: a step reads prompts, and gives every request that writes one
-token, or by --most-tokens several. Its columns:
+A line is the time of a step of the server, by the clock. A step reads prompts, and gives every other request a token,
+or up to --most-tokens. Its columns:
 
 - tokens/s: new tokens that all requests together got in a second;
 - prompt tokens/s: tokens of the prompts whose first new token came in the timed steps, in a second;

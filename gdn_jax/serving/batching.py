@@ -6,7 +6,6 @@ writes to again, since the device may read it long after the call. A request cou
 that program has started, so a step that is interrupted before loses nothing.
 """
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -329,13 +328,15 @@ class Server:
             if request is None or request.is_done:
                 continue
             request.made += sum(max(count, 1) - 1 for *_, count in steps)
-            for token in itertools.chain.from_iterable(tokens[:count] for *tokens, count in steps):
-                request.tokens.append(token)
-                self.read.setdefault(request.number, []).append(token)
-                if token == request.stop_token or len(request.tokens) == request.num_tokens:
-                    request.is_done = True
-                    self._finished[request.number] = np.array(request.tokens)
-                    break
+            found = [token for *tokens, count in steps for token in tokens[:count]]
+            found = found[: request.num_tokens - len(request.tokens)]
+            if request.stop_token in found:
+                found = found[: found.index(request.stop_token) + 1]
+            request.tokens += found
+            self.read.setdefault(request.number, []).extend(found)
+            if found[-1] == request.stop_token or len(request.tokens) == request.num_tokens:
+                request.is_done = True
+                self._finished[request.number] = np.array(request.tokens)
             if request.slot is not None and (request.is_done or request.made >= request.num_tokens):
                 self._release(request)
 
