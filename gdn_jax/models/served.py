@@ -17,7 +17,6 @@ from gdn_jax.models.sampling import next_tokens
 from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import Structure, split
-from gdn_jax.models.window import WindowAttention
 from gdn_jax.serving.draws import Draws
 from gdn_jax.serving.programs import Chain, Params
 from gdn_jax.serving.slots import Indices
@@ -77,7 +76,7 @@ class ServedModel:
         rows = MANY if max_batch is None or batch_invariant else max_batch * self._chain
         self._single, single = _for_tokens(self._whole, whole, rows)
         # A window's pool has all tokens and is no ring, as its cache is.
-        self._is_one_row = rows == 1 and not any(isinstance(m, WindowAttention) for m in self._mixers)
+        self._is_one_row = rows == 1 and "window_attention" not in model.config.types
         self.params = Params(whole, single)
 
     def make_pools(

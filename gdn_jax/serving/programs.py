@@ -1,7 +1,7 @@
-"""What a server asks of a model, and the programs that it makes of a model's functions.
+"""A server makes two programs of a model's functions: one reads prompts, one writes tokens.
 
-A program has what a slot holds, the state, and gives it back: it is donated. Its tables and its tokens are one array
-each, so that a step has few copies between host and device.
+A program takes the contents of all slots and gives them back; they are donated. Its table of requests is one array,
+and so are its tokens: a step has few copies between host and device.
 """
 
 from collections.abc import Callable

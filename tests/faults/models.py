@@ -119,9 +119,15 @@ FAULTS = (
     ),
     Fault(
         "a server counts one token of a chain",
-        "request.made += count - 1",
+        "request.made += sum(max(count, 1) - 1 for *_, count in steps)",
         "request.made += 0",
         "tests/models/test_served_drafts.py::test_room_for_the_steps_of_a_server",
+    ),
+    Fault(
+        "a server makes several tokens of each request while one waits for a slot",
+        "(min if self._waiting else max)(left) < steps",
+        "max(left) < steps",
+        "tests/serving/test_serving_reading.py::test_several_tokens_in_a_step",
     ),
     Fault(
         "layers with experts are counted from 0",

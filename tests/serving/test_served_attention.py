@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +258,10 @@ def test_tokens_beyond_the_capacity_are_an_error_in_debug(monkeypatch):
     with pytest.raises(Exception, match="pools: expected a capacity of at least 3"):
         jax.block_until_ready(decode(*token, pool))
         jax.effects_barrier()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_mixer_that_cannot_be_served_is_refused():
+    other = types.SimpleNamespace(blocks=[types.SimpleNamespace(mixer=object())])
+    with pytest.raises(NotImplementedError, match="model: expected attention and delta rules of one step"):
+        ServedModel(other)

@@ -1,9 +1,7 @@
 """The loop over requests: uneven lengths, slots used again, preemption; each request as if it were alone."""
 
 import contextlib
-import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from device_arrays import put
 from small_models import made
 
 from gdn_jax import serving
-from gdn_jax.models import AttentionConfig, ModelConfig, generate
+from gdn_jax.models import ModelConfig, generate
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.served import ServedModel
 from gdn_jax.serving import batching
@@ -214,28 +212,6 @@ def test_a_preempted_request_is_the_next():
     server.preempt(first)
     server.step()
     assert [*server.occupied.values()] == [first] and second != first
-
-
-@pytest.mark.slow
-def test_a_slot_is_the_cache_of_a_row():
-    """A model for one request at a time, with attention, whose only slot held NaN."""
-    config = dataclasses.replace(
-        CONFIG,
-        layer_types=("gated_delta_net", "attention"),
-        attention=AttentionConfig(2, 1, 16, rotary_dim=8),
-    )
-    model = made(config)
-    served = ServedModel(model, max_batch=1)
-    pools = dirty(served.make_pools(1, capacity=160))
-    server = serving.Server(
-        *(served.prefill, served.decode, served.params, pools), max_batch=1, prefill_tokens=128, most_tokens=4
-    )
-    chosen = [0, 2, 6]
-    numbers = [server.submit(prompts()[i], 6) for i in chosen]
-    got = server.run()
-    for i, number in zip(chosen, numbers, strict=True):
-        want = generate(model, put(prompts()[i][None].astype(np.int32)), 6)
-        np.testing.assert_array_equal(np.asarray(want)[0], got[number])
 
 
 def test_a_request_whose_end_is_read_after_it_lost_its_slot():
@@ -468,10 +444,3 @@ def test_errors():
         small.submit([7], 1)
     with pytest.raises(ValueError, match="number: expected a running request, got 5"):
         server.preempt(5)
-
-
-@pytest.mark.usefixtures("no_type_checks")
-def test_a_mixer_that_cannot_be_served_is_refused():
-    other = types.SimpleNamespace(blocks=[types.SimpleNamespace(mixer=object())])
-    with pytest.raises(NotImplementedError, match="model: expected attention and delta rules of one step"):
-        ServedModel(other)
