@@ -70,7 +70,7 @@ class Params(NamedTuple):
 
     @classmethod
     def of(cls, params: Any) -> "Params":
-        """Those of both functions; other parameters are one for both."""
+        """Parameters that are no `Params` are the same ones for both functions."""
         return params if isinstance(params, cls) else cls(params, params)
 
 

@@ -212,7 +212,7 @@ def _divided(g: Array, weight: Float[Array, ""]) -> Array:
 
 @jax.jit
 def _moved(x: Array, update: Array) -> Array:
-    """What `optax.apply_updates` makes of an array."""
+    """An array after its update, as `optax.apply_updates` has it."""
     return (x + update).astype(x.dtype)
 
 

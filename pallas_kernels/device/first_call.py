@@ -1,4 +1,4 @@
-"""What makes the first call of a program with kernels short: two things that JAX does slowly are done here.
+"""The first call of a program with kernels is short because two things that JAX does slowly are done here.
 
 Its compiler compiles kernels one after another, each where the program calls it first, and none of XLA's own in the
 meantime: both set options of LLVM, which a process has once. What the process has compiled before it takes as it is,

@@ -56,8 +56,8 @@ def test_several_tokens_in_a_step():
         steps.append({number: len(tokens) for number, tokens in server.read.items()})
     for number, length in lengths.items():
         assert ended[number].tolist() == [*range(length)]
-    # The first request goes on beside a prompt of three pieces. The first token of the second and the third comes with
-    # four more; then the third has two left, and others wait for its slot.
+    # The first request goes on during a prompt of three pieces. The first token of the second and the third comes
+    # with four more; then the third has two left, and others wait for its slot.
     assert [step[1] for step in steps if 1 in step] == [2, 1, 1]
     assert [step[2] for step in steps if 2 in step] == [5, 1, 1, 1, 1, 1]
     assert [step[3] for step in steps if 3 in step] == [5, 1, 1] and len(steps) < 20
