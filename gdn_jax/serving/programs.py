@@ -93,6 +93,9 @@ def run_prefill(prefill: Prefill, state: State, params, tokens, table, draws):
     """Pieces of prompts, of which each column of the table [4, N + 1] has where it begins, its slot, whether the slot
     has an initial state, and the slot again if the prompt ends: only then there is a newest token."""
     cu_seqlens, (slots, goes_on, ended) = table[0], table[1:, :-1]
+    # An array of its own: kernels want arrays that begin at multiples of 256 bytes, and XLA would hand them the row
+    # of the table where it lies.
+    slots = jnp.maximum(slots, -1)
     more = () if draws is None else (draws,)
     new, pools = prefill(params, tokens, cu_seqlens, slots, goes_on > 0, state.pools, *more)
     new = Chain.of("prefill", new, len(slots), "N")

@@ -49,7 +49,7 @@ def answers(max_batch, slots, most_tokens, **options):
     return [got[number].tolist() for number in numbers]
 
 
-@pytest.mark.parametrize("max_batch, slots", [(4, 5), (1, 2), (1, 1)])
+@pytest.mark.parametrize("max_batch, slots", [(4, 5), (128, 128), (1, 2), (1, 1)])
 def test_several_tokens_in_a_step_are_those_of_one(max_batch, slots):
     """Whatever the order in which requests meet."""
     assert answers(max_batch, slots, 8) == answers(max_batch, slots, 1)
