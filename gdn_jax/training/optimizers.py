@@ -1,21 +1,17 @@
 """Optimisers of a run by name. Each is a function of a schedule and a weight decay."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from gdn_jax.layers import blocks
 
 ADAM_RMS = 0.2
 """Root mean square of an update by AdamW, about, over the learning rate (arXiv 2502.16982)."""
-
-B1, B2, EPSILON = 0.9, 0.95, 1e-8
-"""AdamW's decays of the moments, and what it adds to the root of the second."""
 
 MATRICES = {"kernel": 1, "down": 1, "gate_up": 2}
 """Weights that multiply a layer's input, or that of each expert, by name: how many matrices lie side by side in one.
@@ -23,39 +19,9 @@ Projections of the same input are weights of their own here, but for experts."""
 
 
 def adamw(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
-    """Makes AdamW: the numbers of `optax.adamw` and its state. What `weight_decay_mask` marks False does not decay.
-
-    A deep model has hundreds of arrays and few shapes. The arithmetic of an array is a function that is traced once
-    for each shape: optax' own, thirty operations for every array, was a third of what JAX traces of a step.
-    """
+    """Makes AdamW. What `weight_decay_mask` marks False does not decay."""
     options: Any = dict(weight_decay=weight_decay, mask=blocks.weight_decay_mask)
-    usual = optax.adamw(schedule, B1, B2, **options)
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        adam, decayed, scheduled = state
-        count = optax.safe_increment(adam.count)
-        scalars = 1 - B1**count, 1 - B2**count, -1 * schedule(scheduled.count)
-        leaves, treedef = jax.tree.flatten(updates)
-        rest = (
-            treedef.flatten_up_to(x) for x in (adam.mu, adam.nu, params, blocks.weight_decay_mask(params))
-        )
-        new = [
-            _adamw(g, m, v, w, *scalars, decay=weight_decay if decays else 0.0)
-            for g, m, v, w, decays in zip(leaves, *rest, strict=True)
-        ]
-        updates, mu, nu = (treedef.unflatten(x) for x in zip(*new, strict=True))
-        later = optax.ScaleByScheduleState(optax.safe_increment(scheduled.count))
-        return updates, (optax.ScaleByAdamState(count, mu, nu), decayed, later)
-
-    return optax.GradientTransformation(usual.init, update)
-
-
-@partial(jax.jit, static_argnames="decay")
-def _adamw(g, m, v, w, correction, second_correction, step, *, decay: float) -> tuple[Array, Array, Array]:
-    """The update of an array and its moments, from what the bias corrections divide by and the step's size."""
-    m, v = (1 - B1) * g + B1 * m, (1 - B2) * g**2 + B2 * v
-    update = m / correction.astype(m.dtype) / (jnp.sqrt(v / second_correction.astype(v.dtype)) + EPSILON)
-    return jnp.asarray(step, g.dtype) * (update + decay * w if decay else update), m, v
+    return optax.adamw(schedule, b1=0.9, b2=0.95, **options)
 
 
 def muon(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:

@@ -210,12 +210,6 @@ def _divided(g: Array, weight: Float[Array, ""]) -> Array:
     return g / weight
 
 
-@jax.jit
-def _moved(x: Array, update: Array) -> Array:
-    """An array after its update, as `optax.apply_updates` has it."""
-    return (x + update).astype(x.dtype)
-
-
 def global_norm(grads: PyTree) -> Float[Array, ""]:
     """Returns the square root of the sum of all squares.
 
@@ -356,7 +350,7 @@ def train_step(
     norm = global_norm(grads)
     update = optax.with_extra_args_support(optimizer).update
     updates, opt_state = update(grads, state.opt_state, state.params, norm=norm)
-    params = jax.tree.map(_moved, state.params, updates)
+    params = optax.apply_updates(state.params, updates)
     loss, accuracy = sums.loss / sums.weight, sums.correct / sums.weight
     return TrainState(params, opt_state), StepMetrics(loss, accuracy, norm, saturated)
 

@@ -222,7 +222,7 @@ def test_saves_and_validations_take_no_time_of_training(monkeypatch):
         train_batch=lambda step: types.SimpleNamespace(tokens=np.zeros((4, 8))), metrics=lambda *x: {}
     )
     ignored, folder = unittest.mock.Mock(), types.SimpleNamespace(append=lines.append)
-    loop = Clocked(options, task, None, None, None, None, None).loop
+    loop = Clocked(options, task, *[None] * 6).loop
     assert loop(folder, None, ignored, threading.Event()) is None
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert [line["wall"]["tokens_per_second"] for line in lines] == [tokens] * 4
@@ -236,4 +236,4 @@ def test_steps_whose_lines_a_run_has(step, lines):
     """After every --log-every and --eval-every steps, and after the last one."""
     run = options_lib.RunOptions(steps=10, log_every=3, eval_every=4)
     options = dataclasses.replace(tiny_options(), run=run)
-    assert trainer.Trainer(options, *[None] * 6, step=step).lines() == lines
+    assert trainer.Trainer(options, *[None] * 7, step=step).lines() == lines
