@@ -19,7 +19,7 @@ def cache_home(tmp_path, monkeypatch):
     compilation_cache.set_cache_dir(None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jax.config.update(SECONDS, 0.0)
+    jax.config.update(SECONDS, 100.0)
     yield tmp_path
     compilation_cache.set_cache_dir(before)
     jax.config.update(SECONDS, seconds)
@@ -27,6 +27,7 @@ def cache_home(tmp_path, monkeypatch):
 
 
 def test_programs_are_kept(cache_home):
+    """Also those that compile in no time."""
     jax.jit(lambda x: x + 1)(jnp.ones(3))  # JAX decides here, before a folder is known
     folder = keep_compiled(True)
     assert folder is not None and folder.parent.parent == cache_home
@@ -38,6 +39,7 @@ def test_the_users_folder_wins(cache_home):
     compilation_cache.set_cache_dir(str(cache_home / "mine"))  # as JAX_COMPILATION_CACHE_DIR does
     for wanted in (True, False):
         assert keep_compiled(wanted) == cache_home / "mine"
+        assert getattr(jax.config, SECONDS) == 100.0
 
 
 def test_places(cache_home, monkeypatch):
