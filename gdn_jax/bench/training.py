@@ -60,8 +60,8 @@ def lowered(problem: StepProblem) -> jax.stages.Lowered:
     graphdef, params, rest = nnx.split(nnx.eval_shape(problem.model), nnx.Param, ...)
     tokens, counted = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.float32))
     batch: Any = Batch(*cast(Any, (tokens, tokens, counted)))
+    shapes, shardings = placement.shapes(rest, params, batch, OPTIMIZER)
     with placement.active():
-        shapes, shardings = placement.shapes(rest, params, batch, OPTIMIZER)
         train: Any = steps.make_functions(graphdef, OPTIMIZER, 1, shardings=shardings).train
         return train.lower(*shapes)
 

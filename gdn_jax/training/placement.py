@@ -65,7 +65,7 @@ class Placement:
     ) -> tuple[Arguments, TrainState | None]:
         """Returns the shapes of a step's arguments and where they lie, and the shardings of the state.
 
-        Arrays may be shapes. Call it inside `active`.
+        Arrays may be shapes.
         """
         state = TrainState(params, jax.eval_shape(optimizer.init, params))
         if self.mesh is None:
