@@ -181,7 +181,7 @@ class RMSNorm(nnx.Module):
 
     def _add(self, x, y, scale):
         options: Any = dict(eps=self.eps, dtype=self.dtype, implementation=self.implementation)
-        return add_norm(x, None if y is None else whole(y, x), scale, **options)
+        return add_norm(x, array_of(y), scale, **options)
 
     def scale(self, dtype: DTypeLike) -> Float[Array, " D"]:
         """The factors of the channels: the weight, or 1 + weight."""

@@ -285,7 +285,7 @@ def decode(
     Returns:
       The new tokens, and the cache of all but the last one.
     """
-    graphdef, params = nnx.split(for_decoding(model, token.shape[0]))
+    graphdef, params = nnx.split(for_decoding(model, token.shape[0], in_parts=True))
 
     def ends(token, ended):
         """Which rows have ended with this token."""

@@ -13,13 +13,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from gdn_jax.partitioning import on_explicit_shards
-from gdn_jax.parts.kernels import fused_op, inner_axes, run, token_axes, usable
+from gdn_jax.parts.kernels import fused_op, inner_axes, run, token_axes, token_op, usable
 from gdn_jax.shapes import ArgumentError, accumulation_dtype, check_choice
 
 
 def add_norm(
     x: Float[Array, "*S D"],
-    y: Float[Array, "*S D"] | None,
+    y: Float[Array, "*P D"] | None,
     weight: Float[Array, " D"] | None,
     *,
     eps: float = 1e-5,
@@ -32,7 +32,8 @@ def add_norm(
 
     Args:
       x: residual stream [.., D], any floating dtype.
-      y: what is added to it, any floating dtype; None: nothing.
+      y: what is added to it, any floating dtype, of x's shape, or, of single tokens, parts of it [P, .., D]; None:
+        nothing.
       weight: [D]; None: ones. Where projections alone read n, their weights can be multiplied by it instead, and n is
         then kept for the derivative of both.
       eps: added to the mean square.
@@ -48,8 +49,14 @@ def add_norm(
       of n: the cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-    from pallas_kernels.layer import norm
+    from pallas_kernels.layer import norm, parts_norm
 
+    if y is not None and y.shape != x.shape:
+        y = y.reshape(-1, *x.shape)
+        reason = "no weight" if weight is None else parts_norm.check_supported(x, len(y))
+        if usable(implementation, parts_norm, reason=reason):
+            return _parts_norm(x, y, weight, eps=eps, dtype=dtype)
+        y = jnp.sum(y, axis=0)
     if usable(implementation, norm, part="the norm of the stream", reason=norm.check_supported(x)):
         names, sizes = _norm_axes(x)
         call = partial(_add_norm, _Norm(eps, dtype))
@@ -59,6 +66,15 @@ def add_norm(
     scale = jax.lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + eps)
     n = s * scale if weight is None else s * scale * weight.astype(wide)
     return s.astype(x.dtype), n.astype(dtype)
+
+
+@token_op
+def _parts_norm(x, y, weight, *, eps, dtype):
+    """`add_norm` of a few rows to which parts are added."""
+    from pallas_kernels.layer import parts_norm
+
+    s, n = parts_norm.parts_norm(_rows(x), y.reshape(len(y), -1, x.shape[-1]), weight, eps=eps, dtype=dtype)
+    return s.reshape(x.shape), n.reshape(x.shape)
 
 
 def gated_norm(

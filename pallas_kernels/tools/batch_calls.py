@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer.attention_rows import attention_rows
 from pallas_kernels.layer.cached_heads import Norms, Rotation, cached_heads
@@ -13,6 +15,7 @@ from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.layer.expert_swiglu import Config as SwigluConfig
 from pallas_kernels.layer.expert_swiglu import expert_swiglu
 from pallas_kernels.layer.expert_tiles import expert_tiles
+from pallas_kernels.layer.parts_norm import parts_norm
 from pallas_kernels.tools.call import Call, call
 
 
@@ -77,6 +80,9 @@ BATCH_CALLS: dict[str, Call] = {
     "attention of one row, Qwen3.5-0.8b": call(
         partial(grouped, attention_rows),
         "bf16[1,2,4,256] bf16[1,32832,2,256] bf16[1,32832,2,256] i32[1]",
+    ),
+    "norm of 32 rows after parts": call(
+        partial(parts_norm, eps=1e-6, dtype=jnp.bfloat16), "f32[32,2560] f32[8,32,2560] f32[2560]"
     ),
     "heads of 32 rows into a cache, Qwen3.5-0.8b": call(
         partial(into_cache, 8),

@@ -26,6 +26,7 @@ from pallas_kernels.device.grid_barrier import NAME
 from pallas_kernels.layer import (
     dense_stream,
     latent_row,
+    parts_norm,
     routed_stream,
     routing,
     row_choice,
@@ -205,6 +206,17 @@ def test_products_of_a_stream_in_parts():
     s, n = fused_oracle.add_norm(x, jnp.sum(y, axis=0), norm, 1e-6)
     close(s, stream, "s")
     close(n @ fused_oracle.wide(weight).T, got, "product", sums=row_kernels.IN_TURN)
+
+
+@pytest.mark.parametrize(("B", "D", "P"), [(3, 1024, 8), pytest.param(2, 2560, 2, marks=pytest.mark.slow)])
+def test_norms_of_parts(B, D, P):
+    """One part to each of some warpgroups, and several to one."""
+    draw = draws(2)
+    x, y, norm = draw(B, D), draw(P, B, D), draw(D)
+    s, n = fused_oracle.add_norm(x, np.sum(np.asarray(y, np.float64), axis=0), norm, 1e-6)
+    got = parts_norm.parts_norm(x, y, norm, eps=1e-6, dtype=jnp.float32, interpret=INTERPRET)
+    close(s, got[0], "s")
+    close(n, got[1], "n")
 
 
 def test_products_of_heads():

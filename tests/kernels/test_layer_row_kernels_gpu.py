@@ -268,9 +268,11 @@ SMALL_KDA = dataclasses.replace(
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL_LING, SMALL_QWEN, SMALL_BLOCKS, SMALL_KDA], ids=["ling", "qwen", "codes", "kda"]
+    ("config", "rows"),
+    [(SMALL_LING, 1), (SMALL_QWEN, 1), (SMALL_BLOCKS, 1), (SMALL_KDA, 1), (SMALL_QWEN, 6), (SMALL_KDA, 6)],
+    ids=["ling", "qwen", "codes", "kda", "rows of qwen", "rows of kda"],
 )
-def test_a_token_of_one_row_of_a_model(config):
+def test_a_token_of_a_model(config, rows):
     """Recurrent, latent and attention layers, dense and with experts, token by token in the copy that generation
     reads."""
     model = LanguageModel(config, rngs=nnx.Rngs(0))
@@ -278,13 +280,15 @@ def test_a_token_of_one_row_of_a_model(config):
     for block in (*model.blocks, *plain.blocks):  # two programs that round would choose others now and then
         if isinstance(block.mlp, Experts):
             block.mlp.router_bias[...] = 2.0 * (37 * jnp.arange(64) % 64)
-    tokens = np.random.default_rng(0).integers(0, 256, (1, 12))
+    tokens = np.random.default_rng(0).integers(0, 256, (rows, 12))
     want = np.asarray(nnx.jit(lambda model: model(jnp.asarray(tokens))[0])(plain), np.float64)
-    copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), 1))(model)
+    copy = nnx.jit(lambda model: program.for_decoding(program.for_inference(model), rows, in_parts=True))(
+        model
+    )
     step = nnx.jit(lambda model, token, cache: model(token, cache=cache))
-    assert step.lower(copy, tokens[:, :1], model.init_cache(1, 16)).as_text().count("@mosaic_gpu") > 1
-    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, BlockDenseRow, ExpertRow}
-    cache, got = model.init_cache(1, 16), []
+    assert step.lower(copy, tokens[:, :1], model.init_cache(rows, 16)).as_text().count("@mosaic_gpu") > 1
+    assert {type(block.mlp) for block in copy.blocks} <= {DenseRow, BlockDenseRow, ExpertRow} or rows > 1
+    cache, got = model.init_cache(rows, 16), []
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)
         got.append(np.asarray(y))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
 from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
-from gdn_jax.models.inference.projections import group_of, group_projections, weights_of
+from gdn_jax.models.inference.projections import group_of, group_projections, parts_of, weights_of
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts.cached_attention import Heads, Place, cached_attention, takes
 from gdn_jax.parts.products import Addend
@@ -24,6 +24,8 @@ class AttentionRows(Attention, Reader):
 
     INPUTS: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "g_proj")
     """Projections of the layer's input, in the order of their product."""
+    last: Any = None
+    """The output projection in parts of a sum; None: it is whole."""
 
     def __init__(self, attention: Attention):
         vars(self).update(vars(attention))
@@ -35,8 +37,9 @@ class AttentionRows(Attention, Reader):
     @classmethod
     def of(cls, attention: Attention, call: Call) -> "AttentionRows":
         """A layer for calls of single tokens, of however many rows."""
-        del call
-        return cls(attention)
+        layer = cls(attention)
+        layer.last = parts_of(layer.o_proj) if call.in_parts else None
+        return layer
 
     def _cached_norms(self) -> list[RMSNorm]:
         """Norms of what goes to the cache: XLA joins them with the turn by the position and with the writing."""
@@ -53,7 +56,7 @@ class AttentionRows(Attention, Reader):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], Any]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], Any]]:
         """See `layers.blocks.from_stream`."""
         inputs: list[Any] = self.inputs()
         group, cache = group_of(inputs), cache_alone(options)
@@ -66,7 +69,7 @@ class AttentionRows(Attention, Reader):
 
     def of_channels(
         self, channels: Float[Array, "B T F"], places: list[slice], cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "P T D"], Any]:
         """The output and the cache after tokens, from the products of `inputs` and their places."""
         q, k, v, *gate = (channels[..., place] for place in places)
         if (found := self._by_kernels(channels, gate, cache, self.place(cache))) is None:
@@ -75,7 +78,7 @@ class AttentionRows(Attention, Reader):
 
     def by_kernels(
         self, x: Float[Array, "B 1 D"], pool: FixedAttentionCache, place: Place
-    ) -> tuple[Float[Array, "B 1 D"], FixedAttentionCache] | None:
+    ) -> tuple[Float[Array, "P 1 D"], FixedAttentionCache] | None:
         """A token of each row at some places of a pool, and the pool with its keys and values, but with the lengths
         before it; None where no kernels take it."""
         inputs: list[Any] = self.inputs()
@@ -87,7 +90,7 @@ class AttentionRows(Attention, Reader):
 
     def _by_kernels(
         self, channels: Float[Array, "B T F"], gate: list[Array], cache: Any, place: Place
-    ) -> tuple[Float[Array, "B T D"], Any] | None:
+    ) -> tuple[Float[Array, "P T D"], Any] | None:
         """The output for a token of each row with a cache of fixed size, and the cache with its keys and values, by
         kernels; None where these do not take it."""
         config = self.config
@@ -106,7 +109,8 @@ class AttentionRows(Attention, Reader):
             return None
         o, k, v = cached_attention(*arrays, place, norms, heads)
         o = jnp.where((place.slot < cache.k.shape[1])[:, None, None], o, jnp.nan)[:, None]
-        return self.o_proj(self.gated_by(o, gate[0] if gate else None)), cache._replace(k=k, v=v)
+        last = self.o_proj if self.last is None else self.last
+        return last(self.gated_by(o, gate[0] if gate else None)), cache._replace(k=k, v=v)
 
     def place(self, cache: Any) -> Place:
         """The place of a token of each row after those of a cache."""
@@ -118,7 +122,7 @@ class AttentionRows(Attention, Reader):
 
     def of_heads(
         self, heads: tuple[Array, Array, Array], gate: list[Array], cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "P T D"], Any]:
         """The output and the cache after tokens, from their queries, keys and values and the product of the gate."""
         (B, T), none = heads[0].shape[:2], (None, None)
         o, after = self.mix(*heads, cache, jnp.full(B, T, jnp.int32), *none, False)

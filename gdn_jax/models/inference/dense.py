@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from gdn_jax.layers.block_weights import BlockSwiGLU, BlockWeight
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
 from gdn_jax.models.inference.part import Call, Reader
-from gdn_jax.models.inference.projections import ProjectionGroup
+from gdn_jax.models.inference.projections import PartsOfProjection, ProjectionGroup, ProjectionOfGroup
 from gdn_jax.parts import block_weights, dense_stream
 from gdn_jax.parts.products import Addend, array_of
 from gdn_jax.parts.swiglu import gated
@@ -22,15 +22,17 @@ class DenseRows(nnx.Module):
 
     Args:
       mlp: the SwiGLU, of a copy for inference.
+      in_parts: whether its results may be parts of a sum, see `PartsOfProjection`.
     """
 
-    def __init__(self, mlp: SwiGLU):
+    def __init__(self, mlp: SwiGLU, in_parts: bool = False):
         self.branches = ProjectionGroup((mlp.gate_proj, mlp.up_proj))
-        self.down = ProjectionGroup((mlp.down_proj,))
+        down = ProjectionOfGroup(mlp.down_proj, 0, ProjectionGroup((mlp.down_proj,)))
+        self.down = PartsOfProjection(down) if in_parts else down
 
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
+    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*P D"]:
         """The MLP, see `SwiGLU`."""
-        y, F = self.branches(x), self.down.weight.shape[1]
+        y, F = self.branches(x), self.branches.outputs // 2
         return self.down(gated(y[..., :F], y[..., F:]))
 
 
@@ -56,7 +58,7 @@ class DenseRow(Reader):
             if dense_stream.takes(row, gate_up, down, mlp.implementation):
                 return cls(mlp)
         _fill(mlp)
-        return DenseRows(mlp)
+        return DenseRows(mlp, call.in_parts)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The MLP of any rows, see `SwiGLU`."""

@@ -55,7 +55,7 @@ class LatentRows(AttentionRows, LatentAttention):
 
     def of_channels(
         self, channels: Float[Array, "B T F"], places: list[slice], cache: Any
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "P T D"], Any]:
         """See `AttentionRows.of_channels`."""
         q, kv, *gate = (channels[..., place] for place in places)
         q_b = self._second_of_channels(channels, places[0].start)

@@ -13,6 +13,8 @@ class Call(NamedTuple):
     """Rows that have a token in every call."""
     from_stream: bool
     """Whether the part gets the residual stream and the norm before it, see `layers.blocks.from_stream`."""
+    in_parts: bool = False
+    """Whether its results may be parts of a sum, see `layers.blocks.whole`."""
 
 
 def cache_alone(options: dict[str, Any]) -> Any:

@@ -87,7 +87,11 @@ ON_MESH: dict[type, Callable[[Any, Call], Any]] = {GatedDeltaNet: HeadRows.on_me
 """The same on a mesh that splits heads."""
 
 
-def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
+FEW_ROWS = 64
+"""Rows of which XLA makes products with narrow results in parts, at most."""
+
+
+def for_decoding(model: LanguageModel, rows: int, *, in_parts: bool = False) -> LanguageModel:
     """A copy for single tokens, whose projections of one input are one product of a transposed weight.
 
     Where a GPU reads few rows, its time is the number of its kernels and the bytes of the weights. The copy has
@@ -97,12 +101,15 @@ def for_decoding(model: LanguageModel, rows: int) -> LanguageModel:
     Args:
       model: of `for_inference`; may be traced.
       rows: that have a token in every call.
+      in_parts: whether mixers and MLPs of few rows may leave their results in parts, which the norms after them add
+        up: for calls of the model alone, not of its mixers.
     """
     if not usable(model.config.implementation, SMALL):
         return model
     model, table = nnx.clone(model), ON_MESH if splits_heads() else ROWS
     for block in model.blocks:
-        call = Call(rows, from_stream=not isinstance(block, ReorderedBlock))
+        has_stream = not isinstance(block, ReorderedBlock)
+        call = Call(rows, has_stream, in_parts and has_stream and 1 < rows <= FEW_ROWS)
         block.mixer, block.mlp = (_prepared(part, call, table) for part in (block.mixer, block.mlp))
     if rows == 1:
         _look_ahead(model)

@@ -20,6 +20,9 @@ from gdn_jax.parts import block_weights, row_product
 from gdn_jax.parts.products import Addend, array_of, transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
+PARTS, PART = (8, 4, 2, 1), 8
+"""Numbers of parts of a product, the first of which that leaves whole multiples of `PART` numbers is taken."""
+
 
 class Group(nnx.Module):
     """Projections of one input as one product.
@@ -165,6 +168,37 @@ class ProjectionOfGroup(nnx.Module):
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:
         """The projection of x."""
         return with_bias(self.group(x)[..., self.start : self.stop], self)
+
+
+class PartsOfProjection(nnx.Module):
+    """A projection to the residual stream whose results for a token of each row are parts of a sum, [P rows, 1, D].
+
+    A GPU makes a product of few rows and a narrow result in parts, or most of it has nothing to do; the norm of the
+    stream adds them up, where XLA would have a kernel of its own for it.
+
+    Args:
+      projection: the projection, its group alone.
+    """
+
+    def __init__(self, projection: ProjectionOfGroup):
+        self.projection, self.bias, self.out_features = projection, None, projection.out_features
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "P T F"]:
+        """The parts of a token; of more than one the projection itself."""
+        (F, D), weight = self.projection.group.weight.shape, self.projection.group.weight[...]
+        parts = next(n for n in PARTS if D % (n * PART) == 0 or n == 1)
+        if x.shape[1] > 1 or parts == 1:
+            return self.projection(x)
+        x, weight = x.reshape(len(x), parts, -1), weight.reshape(F, parts, -1)
+        y = jnp.einsum("bpk,fpk->pbf", x, weight, preferred_element_type=accumulation_dtype(x))
+        return y.reshape(-1, 1, F)
+
+
+def parts_of(projection: Any) -> PartsOfProjection | None:
+    """The projection in parts of a sum; None of one with a bias, of one in 8 bits, and of one of several."""
+    if not isinstance(projection, ProjectionOfGroup) or not projection.is_alone:
+        return None
+    return None if isinstance(projection.group, BlockGroup) else PartsOfProjection(projection)
 
 
 def group_projections(part: nnx.Module, names: Sequence[str], unit: int = 1) -> None:

@@ -19,6 +19,7 @@ from gdn_jax.models.inference.projections import (
     group_of,
     group_projections,
     multiply_factors,
+    parts_of,
     weights_of,
 )
 from gdn_jax.parts import delta_layer, heads_product, token
@@ -45,12 +46,14 @@ class RecurrentRows(Reader):
 
     Args:
       mixer: the layer, of a copy for inference.
+      in_parts: whether its results may be parts of a sum, see `PartsOfProjection`.
     """
 
     attends = False
 
-    def __init__(self, mixer: RecurrentMixer):
+    def __init__(self, mixer: RecurrentMixer, in_parts: bool = False):
         self.mixer: Any = mixer
+        self.last = parts_of(mixer.o_proj) if in_parts else None
 
     @classmethod
     def of(cls, mixer: Any, call: Call) -> "RecurrentRows":
@@ -62,9 +65,9 @@ class RecurrentRows(Reader):
             row = DeltaRow(cls(grouped(whole)))
             if row.takes():
                 return row
-        return cls(grouped(mixer))
+        return cls(grouped(mixer), call.in_parts)
 
-    def __call__(self, x: Float[Array, "B T D"], **options: Any) -> tuple[Float[Array, "B T D"], Any]:
+    def __call__(self, x: Float[Array, "B T D"], **options: Any) -> tuple[Float[Array, "P T D"], Any]:
         """The layer, see `layers.blocks.TokenMixer`."""
         cache = cache_alone(options)
         if x.shape[1] > 1 or cache is None:
@@ -93,7 +96,7 @@ class RecurrentRows(Reader):
 
     def by_kernels(
         self, x: Float[Array, "B 1 D"], cache: RecurrentCache, slots: Int[Array, " B"] | None = None
-    ) -> tuple[Float[Array, "B 1 D"], RecurrentCache] | None:
+    ) -> tuple[Float[Array, "P 1 D"], RecurrentCache] | None:
         """A token by kernels that change states where they lie; None where none takes it.
 
         Args:
@@ -158,7 +161,7 @@ class TokenRows(RecurrentRows):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], RecurrentCache | None]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], RecurrentCache | None]]:
         """See `layers.blocks.from_stream`: of one row and projections in 8 bits the norm is made in the kernels of
         the products."""
         cache, (*raw, _), implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
@@ -202,7 +205,11 @@ class TokenRows(RecurrentRows):
                 static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=self.after(2))
                 arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix, scales
                 return heads_product.heads_product(*arrays, **static)[None]
-        return self._gated(o, channels)
+        if self.last is None:
+            return self._gated(o, channels)
+        static: Any = dict(activation=self.mixer.activation, implementation=self.mixer.implementation)
+        n = gated_norm_of_channels(o, channels, norm.scale(jnp.float32), eps=norm.eps, **static)
+        return self.last(n.reshape(*o.shape[:2], -1))
 
     def _ends_in_gate(self):
         """Whether the product of q, k and v ends in the output gate, without a bias."""
