@@ -1,5 +1,6 @@
 """Softmax attention of a token of each row, from the products of its input to what the heads see of a cache."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +30,9 @@ class Place(NamedTuple):
     position: Int[Array, " B"]
     slot: Int[Array, " B"]
     """Slot of the cache. A token whose slot is none of S is not kept."""
-    seen: Int[Array, " B"]
-    """Slots that the token sees, the first ones: fewer than 1 count as 1, and more than S as S."""
+    seen: Int[Array, " B"] | None = None
+    """Slots that the token sees, the first ones: fewer than 1 count as 1, and more than S as S. None: those up to its
+    position."""
     row: Int[Array, " B"] | None = None
     """Row of the cache, which is a pool then; None: that of the same number."""
 
@@ -41,16 +43,21 @@ def takes(
     v: Float[Array, "R S N K"],
     heads: Heads,
     implementation: str | None,
+    output: Float[Array, "D G"] | None = None,
 ) -> bool:
     """Whether the kernels of `cached_attention` take channels and a cache, on one device."""
     if not usable(implementation) or not is_whole(channels, k, v) or v.shape != k.shape or v.dtype != k.dtype:
         return False
-    from pallas_kernels.layer import attention_rows, cached_heads
+    from pallas_kernels.layer import attention_rows, cached_heads, row_product
 
     (B, _), (*_, N, K) = channels.shape, k.shape
     q = jax.ShapeDtypeStruct((B, N, heads.queries // N, K), channels.dtype)
     reason = cached_heads.check_supported(channels, k, heads.queries, heads.rotary_dim // 2)
-    return (reason or attention_rows.check_supported((q,), (k, v))) is None
+    reason = reason or attention_rows.check_supported((q,), (k, v))
+    if output is None or reason is not None:
+        return reason is None
+    reason = row_product.Attended.check_supported(heads.queries, K, channels.shape[1], output.shape[1])
+    return B == len(k) == 1 and is_whole(output) and (reason or row_product.check_supported(output)) is None
 
 
 def cached_attention(
@@ -74,26 +81,73 @@ def cached_attention(
       heads: sizes.
 
     Returns:
-      What each head sees, in the channels' dtype, and the cache with the token. Numerics: float32; queries, keys and
-      the softmax's weights are rounded.
+      What each head sees, in the channels' dtype, NaN where the token is not kept, and the cache with the token.
+      Numerics: float32; queries, keys and the softmax's weights are rounded.
     """
     return _op(heads, channels, k, v, place, norms)
 
 
+@token_op
+def attended_token(
+    channels: Float[Array, "1 F"],
+    k: Float[Array, "1 S N K"],
+    v: Float[Array, "1 S N K"],
+    length: Int[Array, "1"],
+    norms: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
+    output: Float[Array, "D G"],
+    heads: Heads,
+    *,
+    is_gated: bool,
+    ahead: Sequence[jax.Array] = (),
+) -> tuple[Float[Array, "1 D"], Float[Array, "1 S N K"], Float[Array, "1 S N K"], Int[Array, "1"]]:
+    """`cached_attention` of one row with the gates and the output projection after it, by three kernels.
+
+    Args:
+      channels, k, v, norms, heads: as for `cached_attention`; with gates, by whose sigmoids the heads are multiplied,
+        the last channels are these.
+      length: tokens before this one.
+      output: the output projection, for which `takes` is true.
+      is_gated: whether there are gates.
+      ahead: as for `row_product.stream_product`.
+
+    Returns:
+      The output in the projection's dtype, the cache with the token, and its length. Numerics: as for
+      `cached_attention`; the heads' sums, their gates and their product are float32.
+    """
+    from pallas_kernels.layer.attention_rows import Config, Parts, attention_parts, attention_rows
+    from pallas_kernels.layer.made_rows import MOST_NUMBERS
+    from pallas_kernels.layer.row_product import attended_product
+
+    q, cache = _cached(heads, channels, k, v, Place(length, length), norms)
+    options: Any = dict(scale=k.shape[3] ** -0.5, more=1)
+    if Config.of((q,), cache).parts * output.shape[1] > MOST_NUMBERS:
+        parts = Parts(attention_rows((q,), cache, length, **options)[:, :, None])
+    else:
+        parts = attention_parts((q,), cache, length, **options)
+    z, group = channels.reshape(-1, k.shape[3]) if is_gated else None, heads.queries // k.shape[2]
+    y, after = attended_product(parts, length, z, output, group=group, ahead=tuple(ahead))
+    return y, *cache, after
+
+
 def _by_kernels(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, Array, Array]:
     from pallas_kernels.layer.attention_rows import attention_rows
+
+    (*_, N, K), (q, cache) = k.shape, _cached(heads, channels, k, v, place, norms)
+    seen, more = (place.position, 1) if place.seen is None else (jnp.maximum(place.seen, 1), 0)
+    o = attention_rows((q,), cache, seen, place.row, scale=K**-0.5, more=more)
+    return o[:, :, : heads.queries // N].reshape(-1, heads.queries, K), *cache
+
+
+def _cached(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, tuple[Array, Array]]:
+    """The queries, and the cache with the token."""
     from pallas_kernels.layer.cached_heads import Norms, Rotation, cached_heads
 
     rotation: Any = None
     if heads.rotary_dim:
         steps = np.arange(heads.rotary_dim // 2) * 2 / heads.rotary_dim
-        angles = place.position[:, None] * (1.0 / heads.theta**steps).astype(np.float32)
-        rotation = Rotation(jnp.cos(angles), jnp.sin(angles))
-    H, (*_, N, K) = heads.queries, k.shape
-    norms, sizes = None if norms is None else Norms(*norms), dict(heads=H, eps=heads.eps)
-    q, cache = cached_heads(channels, (k, v), place.slot, place.row, norms, rotation, **sizes)
-    o = attention_rows((q,), cache, jnp.maximum(place.seen, 1), place.row, scale=K**-0.5)
-    return o[:, :, : H // N].reshape(-1, H, K), *cache
+        rotation = Rotation(place.position, jnp.asarray((1.0 / heads.theta**steps).astype(np.float32)))
+    known, sizes = None if norms is None else Norms(*norms), dict(heads=heads.queries, eps=heads.eps)
+    return cached_heads(channels, (k, v), place.slot, place.row, known, rotation, **sizes)
 
 
 _op = token_op(_by_kernels)

@@ -87,6 +87,11 @@ class Config:
 
         return cls(min(range(1, max(1, min(num_sms(), tiles)) + 1), key=time))
 
+    @classmethod
+    def of(cls, queries: Sequence[Any], cache: Sequence[Any]) -> "Config":
+        """The default of a call."""
+        return cls.default(queries[0].shape[0] * queries[0].shape[1], cache[0].shape[1])
+
 
 def check_supported(queries: Sequence[Any], cache: Sequence[Any]) -> str | None:
     """Why the kernel cannot take queries [B, N, G, K_i] and a cache [B, S, N, W_i]; None if it can."""
@@ -161,9 +166,17 @@ class _Cta:
     """The knowledge of every warpgroup of a CTA."""
 
     def __init__(
-        self, gmem: Any, smem: Any, *, config: Config, pieces: Pieces, scale: float, interpreted: bool
+        self,
+        gmem: Any,
+        smem: Any,
+        *,
+        config: Config,
+        pieces: Pieces,
+        scale: float,
+        more: int,
+        interpreted: bool,
     ):
-        self.gmem, self.smem, self.config, self.scale = gmem, smem, config, scale
+        self.gmem, self.smem, self.config, self.scale, self.more = gmem, smem, config, scale, more
         self.dev, self.ring, self.wg = Device(interpreted), Ring(smem, config.stages), warpgroup_index()
         rows, self.N, self.G = gmem.q0.shape[:3]
         self.pieces, self.count = pieces, len(pieces.places)
@@ -177,7 +190,7 @@ class _Cta:
         row, part, head = lax.div(item, parts), lax.rem(item, parts), 0
         if self.N > 1:
             row, head = lax.div(row, jnp.int32(self.N)), lax.rem(row, jnp.int32(self.N))
-        length = jnp.minimum(self.gmem.length[row], self.gmem.x0.shape[1])
+        length = jnp.minimum(self.gmem.length[row] + self.more, self.gmem.x0.shape[1])
         tiles = lax.div(length + (TOKENS - 1), jnp.int32(TOKENS))
         cached = row if self.gmem.rows is None else self.gmem.rows[row]
         begin, end = lax.div(tiles * part, parts), lax.div(tiles * (part + 1), parts)
@@ -290,6 +303,23 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
     roles(cta.wg, 1, lambda: _load(cta), lambda: _multiply(cta))
 
 
+class Parts(NamedTuple):
+    """Mixed values of heads in parts of a row's tokens."""
+
+    o: Float[Array, "B N P G V"]
+    """Not divided by the sum of weights; of one part without sums: divided. There may be more heads than count."""
+    largest: Float[Array, "B N P G"] | None = None
+    """Maxima of scores in base 2."""
+    total: Float[Array, "B N P G"] | None = None
+    """Sums of the weights."""
+
+    def whole(self) -> Float[Array, "B N G V"]:
+        """The mixed values of all tokens; of parts with sums."""
+        assert self.largest is not None and self.total is not None
+        factor = jnp.exp2(self.largest - jnp.max(self.largest, axis=2, keepdims=True))
+        return jnp.sum(factor[..., None] * self.o, axis=2) / jnp.sum(factor * self.total, axis=2)[..., None]
+
+
 def attention_rows(
     queries: Sequence[Float[Array, "B N G _"]],
     cache: Sequence[Float[Array, "R S N _"]],
@@ -297,30 +327,51 @@ def attention_rows(
     rows: Int[Array, " B"] | None = None,
     *,
     scale: float,
+    more: int = 0,
     config: Config | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B N G V"]:
-    """Mixed values of a query of each row and head, where `check_supported` says so.
+    """`attention_parts`, added up, in the queries' dtype.
+
+    Args: those of `attention_parts`.
+    """
+    static = config or Config.of(queries, cache), (scale, more), interpret
+    return compiled(_added_up, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
+
+
+def _added_up(config, of_scores, interpret, queries, *others):
+    parts = _run(config, of_scores, interpret, queries, *others)
+    return parts.whole().astype(queries[0].dtype)[:, :, : queries[0].shape[2]]
+
+
+def attention_parts(
+    queries: Sequence[Float[Array, "B N G _"]],
+    cache: Sequence[Float[Array, "R S N _"]],
+    length: Int[Array, " B"],
+    rows: Int[Array, " B"] | None = None,
+    *,
+    scale: float,
+    more: int = 0,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Parts:
+    """Mixed values of a query of each row and head, where `check_supported` says so, in parts of the tokens.
 
     Args:
       queries: of G heads of each key head, for every array of keys.
       cache: the arrays of keys, then the values; no values where the first keys are these too.
-      length: tokens of each row, at least 1; more than there are slots count as all slots.
+      length: tokens of each row, with `more` at least 1; more than there are slots count as all slots.
       rows: rows of the cache, of which there may be others; None: the first one for the first queries, and so on.
       scale: factor of the scores.
+      more: tokens of every row beside its length.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
-
-    Returns:
-      o in the queries' dtype.
     """
-    (B, N, *_), S = queries[0].shape, cache[0].shape[1]
-    config = config or Config.default(B * N, S)
-    arrays = tuple(queries), tuple(cache), length, rows
-    return compiled(_run, interpret, static=3)(config, scale, interpret, *arrays)
+    static = config or Config.of(queries, cache), (scale, more), interpret
+    return compiled(_run, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
 
 
-def _run(config, scale, interpret, queries, cache, length, rows):
+def _run(config, of_scores, interpret, queries, cache, length, rows):
     (B, N, G, _), (R, S, *_), wide = queries[0].shape, cache[0].shape, jnp.float32
     pieces, dtype, heads = Pieces.of(queries, cache), queries[0].dtype, _whole(G)
     memory = _memory(config, heads, pieces, dtype)
@@ -330,7 +381,12 @@ def _run(config, scale, interpret, queries, cache, length, rows):
     found = launch(
         "attention_rows",
         functools.partial(
-            _body, config=config, pieces=pieces, scale=scale, interpreted=interpret is not None
+            _body,
+            config=config,
+            pieces=pieces,
+            scale=of_scores[0],
+            more=of_scores[1],
+            interpreted=interpret is not None,
         ),
         inputs={
             **{f"q{i}": q for i, q in enumerate(filled)},
@@ -349,7 +405,4 @@ def _run(config, scale, interpret, queries, cache, length, rows):
         warpgroups=2,
         interpret=interpret,
     )
-    factor = jnp.exp2(found["largest"] - jnp.max(found["largest"], axis=2, keepdims=True))
-    total = jnp.sum(factor * found["total"], axis=2)
-    o = jnp.sum(factor[..., None] * found["o"], axis=2)
-    return (o / total[..., None]).astype(dtype)[:, :, :G]
+    return Parts(found["o"], found["largest"], found["total"])

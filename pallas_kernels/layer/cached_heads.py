@@ -6,9 +6,10 @@ of every head of the queries and of the keys; a and b are the two halves of the 
 values as they are, go to the token's slot of the cache.
 
 Inputs (GMEM): x [B, n, K], whose first heads are the H of the queries, then N of the keys and N of the values,
-bfloat16 or float16; cos and sin [B, R / 2] float32 of a token's angles, or none; weights of the norms of queries and
-of keys [K] float32, or none; slots [B] int32; the rows of the cache [B] int32, or none, where these are the queries'.
-In place (GMEM): keys and values [rows, S, N, K] of x's dtype. A token whose slot is none of S writes nothing.
+bfloat16 or float16; frequencies [R / 2] float32 of the angles, or none; weights of the norms of queries and of keys
+[K] float32, or none; positions and slots [B] int32; the rows of the cache [B] int32, or none, where these are the
+queries'. In place (GMEM): keys and values [rows, S, N, K] of x's dtype. A token whose slot is none of S writes
+nothing, and its queries are NaN.
 Output (GMEM): queries [B, N, G', K], where G' is a multiple of eight that holds the H / N heads of a key head, as
 `layer.attention_rows` takes them; the heads that fill it up are 0.
 Grid: a warpgroup for each head of each row, each of whose warps has the whole head. No shared memory.
@@ -25,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, load, vector_layout
 from pallas_kernels.device.launch import compiled, grid_index, launch
 from pallas_kernels.device.memory import store_any
@@ -36,10 +38,10 @@ REDUCTION_BYTES = 16
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of each row's token."""
+    """The angles of each row's token: its position times some frequencies."""
 
-    cos: Float[Array, "B half"]
-    sin: Float[Array, "B half"]
+    position: Int[Array, " B"]
+    frequencies: Float[Array, " half"]
 
 
 class Norms(NamedTuple):
@@ -119,7 +121,8 @@ def _body(gmem: Any, smem: Any, *, sizes: Sizes, eps: float) -> None:
             ]
         if sizes.half:
             a, b, *rest = parts
-            cos, sin = (load(x.at[row], vector_layout(sizes.half)) for x in (gmem.cos, gmem.sin))
+            frequencies = load(gmem.frequencies, vector_layout(sizes.half))
+            cos, sin = cos_and_sin(gmem.positions[row].astype(jnp.float32) * frequencies)
             parts = [a * cos - b * sin, b * cos + a * sin, *rest]
         return parts
 
@@ -130,7 +133,8 @@ def _body(gmem: Any, smem: Any, *, sizes: Sizes, eps: float) -> None:
     @pl.when(head < sizes.H)
     def _():
         key, of_group = lax.div(head, jnp.int32(sizes.group)), lax.rem(head, jnp.int32(sizes.group))
-        write(gmem.q.at[row, key, of_group], turned(gmem.q_norm))
+        known = jnp.where(is_slot, 1.0, jnp.nan)
+        write(gmem.q.at[row, key, of_group], [x * known for x in turned(gmem.q_norm)])
         for more in range(sizes.group, sizes.whole, sizes.group):
 
             @pl.when(of_group + more < sizes.whole)
@@ -178,9 +182,9 @@ def cached_heads(
 
 def _run(heads, eps, interpret, x, cache, slots, rows, norms, rotation):
     (B, _), (*_, N, K) = x.shape, cache[0].shape
-    sizes = Sizes(heads, N, K, 0 if rotation is None else rotation.cos.shape[1])
+    sizes = Sizes(heads, N, K, 0 if rotation is None else rotation.frequencies.shape[0])
     q_norm, k_norm = (None, None) if norms is None else norms
-    cos, sin = (None, None) if rotation is None else rotation
+    positions, frequencies = (None, None) if rotation is None else rotation
     made = launch(
         "cached_heads",
         functools.partial(_body, sizes=sizes, eps=eps),
@@ -190,8 +194,8 @@ def _run(heads, eps, interpret, x, cache, slots, rows, norms, rotation):
             "rows": rows,
             "q_norm": q_norm,
             "k_norm": k_norm,
-            "cos": cos,
-            "sin": sin,
+            "positions": positions,
+            "frequencies": frequencies,
         },
         outputs={"q": jax.ShapeDtypeStruct((B, N, sizes.whole, K), x.dtype)},
         updated={"k": cache[0], "v": cache[1]},

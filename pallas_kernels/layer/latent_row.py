@@ -22,7 +22,6 @@ Numerics: float32; c is rounded as it lies in the cache. The same bits in every 
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
@@ -56,9 +56,6 @@ WARPGROUP = 128
 
 MOST_SLOTS = 8192
 """Slots of a cache at most: without tensor cores a long one takes longer to multiply than to read."""
-
-TURN = (6.28125, 0.0019350051879882812, 3.0199159819567e-07)
-"""2 pi in parts, of which the first two have so few bits that up to 2^15 times each is exact."""
 
 
 class Places(NamedTuple):
@@ -129,15 +126,6 @@ def _spread(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
 
 
-def _turn(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of angles up to 2^17: those of the processor are right for small ones alone."""
-    turns = angle * (0.5 / math.pi)
-    turns = (turns + 0.5).astype(jnp.int32).astype(jnp.float32)
-    for part in TURN:
-        angle = angle - turns * part
-    return jnp.cos(angle), jnp.sin(angle)
-
-
 def _rotated(pair: list[jax.Array], cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = pair
     return a * cos - b * sin, b * cos + a * sin
@@ -170,7 +158,7 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
     def _():
         lax.fori_loop(0, jnp.minimum(groups, stages), lambda i, _: start(i), None)
 
-    cos, sin = _turn(gmem.length[0].astype(jnp.float32) * load(gmem.frequencies, NARROW.reduce(0)))
+    cos, sin = cos_and_sin(gmem.length[0].astype(jnp.float32) * load(gmem.frequencies, NARROW.reduce(0)))
     c, k_r = _own(gmem, places, eps, columns, cos, sin, dtype)
     is_last = cta == parts - 1
 

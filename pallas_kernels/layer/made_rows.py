@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.device.lanes import load
 from pallas_kernels.device.launch import grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
@@ -124,6 +125,71 @@ class Stream:
         keep(self.blocks, gmem, x, s * r.spread(scale, D) * w)
         if gmem.s is not None:
             pl.when(is_first)(lambda: r.store(gmem.s, 0, s))
+
+
+MOST_NUMBERS = 96 * r.WARPS * r.LANES
+"""Numbers of the parts of all heads that a warpgroup holds at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attended:
+    """Heads of softmax attention as `layer.attention_rows` leaves them, times the sigmoids of their gates.
+
+        o = sum_p f_p o_p / sum_p f_p total_p,   f_p = 2^(largest_p - max largest)
+
+    References (GMEM): o [N, P, G', V], of whose G' heads the first `group` count; largest and total [N, P, G'], or
+    None of one part that is divided; z, whose last heads are the gates, or None; in place length [1], to which the
+    first CTA adds the token.
+    """
+
+    group: int
+    blocks: Blocks | None = None
+
+    @staticmethod
+    def check_supported(H: int, V: int, channels: int, D: int) -> str | None:
+        """Why H heads of V, their gates among so many channels, and rows of D cannot be taken; None if they can."""
+        if V not in (64, 128, 256) or channels % V or D != H * V or D > MOST_NUMBERS:
+            return f"{H} heads of {V}, {channels} channels, rows of {D}; the kernel takes heads of 64, 128 or 256"
+        return None
+
+    def load(self, gmem: Any) -> Any:
+        """See `Row.load`: for each key head the parts, with their maxima and sums, and the gates."""
+        (N, P, _, V), own = gmem.o.shape, pl.ds(0, self.group)
+        layout, found = r.layout(V, self.group).reduce(1), []
+        for n in range(N):
+            parts = [r.load_whole(gmem.o.at[n, p, own]) for p in range(P)]
+            sums = [
+                None if x is None else [load(x.at[n, p, own], layout) for p in range(P)] for x in _sums(gmem)
+            ]
+            z = None
+            if gmem.z is not None:
+                first = gmem.z.shape[0] - (N - n) * self.group
+                z = r.load_whole(gmem.z.at[pl.ds(first, self.group)])
+            found.append((parts, *sums, z))
+        return found
+
+    def make(self, gmem: Any, loaded: Any, x: Any, is_first: Any) -> None:
+        """See `Row.make`."""
+        for n, (parts, largest, total, z) in enumerate(loaded):
+            v, *others = (part.astype(jnp.float32) for part in parts)
+            if total is not None:
+                most = functools.reduce(jnp.maximum, largest)
+                factors = [jnp.exp2(y - most) for y in largest]
+                whole = functools.reduce(jnp.add, [f * y for f, y in zip(factors, total, strict=True)])
+                scaled = [
+                    r.spread(f / whole, y.shape[1]) * y for f, y in zip(factors, (v, *others), strict=True)
+                ]
+                v = functools.reduce(jnp.add, scaled)
+            v = v if z is None else v * r.sigmoid(z.astype(jnp.float32))
+            store_any(x.at[pl.ds(n * self.group, self.group)], v)
+
+        @pl.when(is_first)
+        def _():
+            gmem.length[0] = gmem.length[0] + 1
+
+
+def _sums(gmem: Any) -> tuple[Any, Any]:
+    return gmem.largest, gmem.total
 
 
 @dataclasses.dataclass(frozen=True)

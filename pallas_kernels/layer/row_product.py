@@ -2,6 +2,7 @@
 
     s = x + y,  v = s (mean(s^2) + eps)^(-1/2) w        `Stream`: the sum of the residual stream and its norm
     v = o (mean(o^2) + eps)^(-1/2) w f(z), for each head    `Heads`: the gated norm
+    v = o sigmoid(z), for each head                         `Attended`: what heads of softmax attention see, in parts
     out = v W^T
 
 A token of one row is many short kernels, each of which begins when the one before has ended. Here the copies of the
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
@@ -36,8 +37,17 @@ from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
+from pallas_kernels.layer.attention_rows import Parts
 from pallas_kernels.layer.dense_weights import BLOCK
-from pallas_kernels.layer.made_rows import WIDEST, Blocks, Heads, Row, Stream, bytes_for_tiles
+from pallas_kernels.layer.made_rows import (
+    WIDEST,
+    Attended,
+    Blocks,
+    Heads,
+    Row,
+    Stream,
+    bytes_for_tiles,
+)
 
 NEEDS = Needs.MMA
 
@@ -289,6 +299,43 @@ def _run_heads(row, config, dtype, interpret, o, z, norm, weight, scales, ahead)
     return results["out"][None]
 
 
+def attended_product(
+    o: Parts,
+    length: Int[Array, "1"],
+    z: Float[Array, "H V"] | None,
+    weight: Float[Array, "F D"],
+    *,
+    group: int,
+    ahead: Sequence[jax.Array] = (),
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "1 F"], Int[Array, "1"]]:
+    """Heads of softmax attention, times the sigmoids of their gates, times the matrix; and the length with the token.
+
+    The length is changed in place where it is donated to the compiled function around this call; else XLA copies it.
+
+    Args:
+      o: heads of one row that `Attended.check_supported` accepts, `MOST_NUMBERS` in all their parts at most.
+      length: tokens of the row before this one.
+      z: heads whose last ones are the gates; None: there are none.
+      weight: the matrix; its dtype is the result's.
+      group: query heads of a key head.
+      ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      config: None for the default.
+      interpret: parameters of Pallas' interpreter, None to compile.
+    """
+    static = Attended(group), config or Config.stream(weight.shape[0]), interpret
+    return compiled(_run_attended, interpret, static=3)(*static, o, length, z, weight, rows_of(ahead))
+
+
+def _run_attended(row, config, interpret, o, length, z, weight, ahead):
+    inputs = {name: None if x is None else x[0] for name, x in o._asdict().items()} | {"z": z}
+    shape, updated = (weight.shape[1] // o.o.shape[-1], o.o.shape[-1]), {"length": length}
+    launched = row, config, shape, inputs, {}, weight.dtype, weight, ahead, interpret, updated
+    results = _launch("attended_product", *launched)
+    return results["out"][None], results["length"]
+
+
 def _blocks(config: Config, weight: Any, scales: Any) -> Blocks | None:
     """Blocks of the rows of a CTA in a matrix of codes; None of others."""
     if scales is None:
@@ -301,7 +348,7 @@ def _of_row(scales: jax.Array | None, shape: tuple[int, int]) -> jax.Array | Non
     return None if scales is None else scales.reshape(-1, *shape)
 
 
-def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, interpret):
+def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, interpret, updated=None):
     F, D = weight.shape
     config = dataclasses.replace(config, ctas=min(config.ctas, F // config.rows))
     columns = min(shape[1], WIDEST)
@@ -314,6 +361,7 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, int
         functools.partial(_body, row=row, config=config),
         inputs=inputs | {"weight": weight},
         outputs=outputs | {"out": jax.ShapeDtypeStruct((F,), dtype)},
+        updated=updated,
         ahead=ahead,
         memory=memory,
         auto_barriers=False,

@@ -34,9 +34,11 @@ def grouped(kernel: Callable[..., Any], q: Any, k: Any, v: Any, length: Any) -> 
     return kernel((q,), (k, v), length, scale=0.07)
 
 
-def into_cache(heads: int, x: Any, k: Any, v: Any, slots: Any, cos: Any, sin: Any, *norms: Any) -> Any:
+def into_cache(heads: int, x: Any, k: Any, v: Any, slots: Any, frequencies: Any, *norms: Any) -> Any:
     """Heads of a token of each row, rotated and normalised."""
-    return cached_heads(x, (k, v), slots, None, Norms(*norms), Rotation(cos, sin), heads=heads, eps=1e-6)
+    return cached_heads(
+        x, (k, v), slots, None, Norms(*norms), Rotation(slots, frequencies), heads=heads, eps=1e-6
+    )
 
 
 BATCH_CALLS: dict[str, Call] = {
@@ -86,7 +88,7 @@ BATCH_CALLS: dict[str, Call] = {
     ),
     "heads of 32 rows into a cache, Qwen3.5-0.8b": call(
         partial(into_cache, 8),
-        "bf16[32,5120] bf16[32,4096,2,256] bf16[32,4096,2,256] i32[32] f32[32,32] f32[32,32] f32[256] f32[256]",
+        "bf16[32,5120] bf16[32,4096,2,256] bf16[32,4096,2,256] i32[32] f32[32] f32[256] f32[256]",
         Needs.TMA,
     ),
 }

@@ -25,6 +25,7 @@ from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
+from pallas_kernels.layer.attention_rows import Parts
 from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
 from pallas_kernels.layer.cross_entropy import cross_entropy
 from pallas_kernels.layer.dense_stream import dense_stream
@@ -37,7 +38,7 @@ from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
 from pallas_kernels.layer.routed_stream import routed_stream
 from pallas_kernels.layer.routing import choose
-from pallas_kernels.layer.row_product import heads_product, stream_product
+from pallas_kernels.layer.row_product import attended_product, heads_product, stream_product
 from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
@@ -49,6 +50,11 @@ from pallas_kernels.tools.channel_calls import channels_call, mma_channels_call
 from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, ring_call, step_call
 from pallas_kernels.tools.token_calls import TOKEN_CALLS
 from pallas_kernels.work.slots import PoolStates, Slots
+
+
+def attended_call(o, largest, total, length, z, weight):
+    """Heads of softmax attention in parts, with gates."""
+    return attended_product(Parts(o, largest, total), length, z, weight, group=4)
 
 
 def routed_stream_call(x, y, norm, router, bias, gate_up, down, gate, up, shared_down):
@@ -395,6 +401,11 @@ CALLS: dict[str, Call] = {
     "row of heads": call(
         partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
         "bf16[16,128] bf16[81,128] f32[128] bf16[1536,2048]",
+    ),
+    "row of attended heads, qwen3.5-4b": call(
+        attended_call,
+        "f32[1,4,3,8,256] f32[1,4,3,8] f32[1,4,3,8] i32[1] bf16[40,256] bf16[2560,4096]",
+        Needs.TMA | Needs.LARGE,
     ),
     **TOKEN_CALLS,
     "latent attention of a row": call(

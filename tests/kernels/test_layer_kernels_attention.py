@@ -12,8 +12,11 @@ from device_arrays import put
 from flax import nnx
 from fused_harness import close, draws
 
+from gdn_jax.layers.blocks import RMSNorm, from_stream
 from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.config import AttentionConfig
+from gdn_jax.models.inference.attention import AttentionRows
+from gdn_jax.models.inference.part import Call
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import attention_rows as fused
 from gdn_jax.parts import cached_attention as fused_token
@@ -146,10 +149,12 @@ LIKE_QWEN = dict(qk_norm="head", rotary_dim=64, output_gate=True, num_kv_heads=2
 
 
 def check_token(args, found, window):
-    """Compares both results of `token_of_a_layer`. A row whose cache is full changes nothing; a window goes on."""
+    """Compares both results of `token_of_a_layer`. A row whose cache is full changes nothing and gives NaN; a window
+    goes on."""
     (want, known), (o, *after) = found
     (_, *cache, lengths), S = args, args[1].shape[1]
     rows = [b for b, n in enumerate(lengths.tolist()) if window or n < S]
+    assert np.isnan(np.delete(np.array(o, np.float32), rows, 0)).all()
     # Both round queries, keys, weights and the result; the plain layer also rounds the norm before the rotation.
     want, o = (np.array(x, np.float64)[rows] for x in (want[:, 0], o))
     close(want, o, "o", 4, dtype="bfloat16")
@@ -176,6 +181,44 @@ def test_a_token_of_a_layer(window, options, monkeypatch):
         found = tokens(*args)
     assert calls["cached_heads"] == calls["attention_rows"] == 1
     check_token(args, found, window)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (LIKE_QWEN, 2),
+        pytest.param(dict(num_kv_heads=2), 1, marks=pytest.mark.slow),  # no gate
+        pytest.param(dict(LIKE_QWEN, num_kv_heads=1), 25, marks=pytest.mark.slow),  # added up before
+    ],
+)
+def test_a_layer_of_a_row(options, parts, small, monkeypatch):
+    """In a copy for one row: norm and projections, the cache, attention, and its output, four kernels."""
+    monkeypatch.setattr(Config, "default", classmethod(lambda *_: Config(parts, 5, ctas=2)))
+    config, D = AttentionConfig(4, head_dim=128, **options), 256
+    half: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    N, draw = config.num_kv_heads, draws(3)
+    norm, x, y = RMSNorm(D, **half, implementation="chunked"), draw(1, 1, D), draw(1, 1, D)
+    k, v = (draw(1, 16, N, 128, dtype="bfloat16") for _ in range(2))
+
+    def layer(implementation):
+        return Attention(D, config, **half, implementation=implementation, rngs=nnx.Rngs(0))
+
+    @jax.jit
+    def token(x, y, *cache):
+        return from_stream(layer("chunked"))(norm, x, y, cache=FixedAttentionCache(*cache))
+
+    cache = k, v, put([9], jnp.int32)
+    s, (want, known) = token(x, y, *cache)
+    rows = nnx.jit(lambda: AttentionRows.of(layer(None), Call(1, True)))()
+    t, (got, after) = from_stream(rows)(norm, x, y, cache=FixedAttentionCache(*cache))
+    np.testing.assert_allclose(t, s, rtol=1e-6, atol=1e-6)
+    assert got.shape == want.shape and after.length == 10
+    # Queries, keys, weights, what heads see, gates and the output are rounded.
+    for expected, found, roundings in ((want, got, 8), (known.k, after.k, 4), (known.v, after.v, 4)):
+        close(np.float64(expected), found, "token", roundings, dtype="bfloat16")
+    kernels = "stream_product", "cached_heads", "attended_product"
+    of_parts = "attention_rows" if parts > 24 else "attention_parts"
+    assert {*kernels, of_parts} == {*small} - {"add_norm"}  # of the plain layer's heads
 
 
 def test_parts_fill_the_multiprocessors():

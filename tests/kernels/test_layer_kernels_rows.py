@@ -24,6 +24,7 @@ from gdn_jax.parts.token import ChannelGates
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.device.grid_barrier import NAME
 from pallas_kernels.layer import (
+    attention_rows,
     dense_stream,
     latent_row,
     parts_norm,
@@ -224,6 +225,19 @@ def test_products_of_heads():
     options = dict(config=row_product.Config(4, 2), dtype=jnp.float32, interpret=INTERPRET)
     z = channels.reshape(-1, 128)
     close(want, row_product.heads_product(o, z, *args, eps=1e-6, activation="sigmoid", **options), "y")
+
+
+@pytest.mark.parametrize(
+    ("N", "G", "P", "gated"), [(2, 2, 3, True), pytest.param(3, 1, 1, False, marks=pytest.mark.slow)]
+)
+def test_products_of_attended_heads(N, G, P, gated):
+    """Parts are added up; a part that saw no token has no weight."""
+    parts, z, weight, want = row_kernels.attended(N, G, P, 256, 24, gated)
+    options: dict = dict(group=G, config=row_product.Config(8, 3), interpret=INTERPRET)
+    parts = attention_rows.Parts(*parts)
+    got, length = row_product.attended_product(parts, put([7], jnp.int32), z, weight, **options)
+    close(want, got, "y", dtype="bfloat16")
+    assert length == 8
 
 
 @pytest.mark.slow

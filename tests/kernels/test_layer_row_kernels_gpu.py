@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_kernels
+from device_arrays import put
 from flax import nnx
 from fused_harness import ROUNDING, SUMS_ON_A_GPU, close
 
@@ -29,6 +30,8 @@ from gdn_jax.parts import (
     row_product,
 )
 from gdn_jax.shapes import Choice
+from pallas_kernels.layer.attention_rows import Parts
+from pallas_kernels.layer.row_product import attended_product
 from pallas_kernels.tools.compiling import lowering_for
 
 pytestmark = pytest.mark.gpu
@@ -183,6 +186,25 @@ def test_row_of_heads():
     args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
     call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="sigmoid"))
     close(want, call(*args), "y")
+
+
+@pytest.mark.parametrize(
+    ("N", "G", "P", "F", "gated"),
+    [(2, 4, 3, 1024, True), (4, 4, 1, 2560, True), (4, 6, 2, 5120, True), (8, 1, 2, 512, False)],
+)
+def test_row_of_attended_heads(N, G, P, F, gated):
+    parts, z, weight, want = row_kernels.attended(N, G, P, 256, F, gated)
+
+    @jax.jit
+    def call(parts, z, weight, length):
+        return attended_product(Parts(*parts), length, z, weight, group=G)
+
+    length = put([7], jnp.int32)
+    got, after = call(parts, z, weight, length)
+    close(want, got, "y", dtype="bfloat16")
+    assert after == 8
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(parts, z, weight, length)[0], got)
 
 
 @pytest.mark.parametrize(("H", "F"), [(32, 2560), (48, 5120)])

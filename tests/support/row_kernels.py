@@ -167,6 +167,27 @@ def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     return (o, channels, norm, weight), y.reshape(1, -1) @ wide(weight).T
 
 
+def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0):
+    """What `attended_product` takes of N key heads and G heads of each, filled up to eight with NaN: parts, the gates
+    after other heads, and the matrix; and what it gives. The last part of several saw no token."""
+    draw, rng = draws(seed), np.random.default_rng(seed)
+    o, total = rng.normal(size=(N, P, G, V)), rng.uniform(0.5, 2, (N, P, G))
+    largest = rng.normal(size=(N, P, G))
+    if P > 1:
+        o[:, -1], total[:, -1], largest[:, -1] = 0, 0, -np.inf
+    factor = np.exp2(largest - largest.max(1, keepdims=True))
+    seen = (factor[..., None] * o).sum(1) / (factor * total).sum(1)[..., None]
+    z, weight = draw(N * G + 1, V, dtype="bfloat16"), draw(F, N * G * V, dtype="bfloat16")
+    gates = wide(z)[1:].reshape(N, G, V)
+    v = seen / (1 + np.exp(-gates)) if gated else seen
+    fill = [(0, 0), (0, 0), (0, 8 - G)]
+    parts = [
+        np.pad(x, fill + [(0, 0)] * (x.ndim - 3), constant_values=np.nan)[None] for x in (o, largest, total)
+    ]
+    want = v.reshape(1, -1) @ wide(weight).T
+    return [put(x, "float32") for x in parts], z if gated else None, weight, want
+
+
 def same_bits(x, y) -> None:
     """Asserts that arrays in 16 bits are the same, NaN among them."""
     np.testing.assert_array_equal(*(np.asarray(a).view(np.int16) for a in (x, y)))

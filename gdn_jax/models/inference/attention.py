@@ -9,9 +9,16 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
 from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
-from gdn_jax.models.inference.projections import group_of, group_projections, parts_of, weights_of
+from gdn_jax.models.inference.projections import (
+    BlockGroup,
+    ProjectionOfGroup,
+    group_of,
+    group_projections,
+    parts_of,
+    weights_of,
+)
 from gdn_jax.models.window import WindowAttention
-from gdn_jax.parts.cached_attention import Heads, Place, cached_attention, takes
+from gdn_jax.parts.cached_attention import Heads, Place, attended_token, cached_attention, takes
 from gdn_jax.parts.products import Addend
 
 
@@ -72,6 +79,8 @@ class AttentionRows(Attention, Reader):
     ) -> tuple[Float[Array, "P T D"], Any]:
         """The output and the cache after tokens, from the products of `inputs` and their places."""
         q, k, v, *gate = (channels[..., place] for place in places)
+        if (found := self._row(channels, gate, cache)) is not None:
+            return found
         if (found := self._by_kernels(channels, gate, cache, self.place(cache))) is None:
             return self.of_heads(self.heads_of(q, k, v, self.positions(channels, cache)), gate, cache)
         return found[0], found[1]._replace(length=cache.length + 1)
@@ -93,28 +102,52 @@ class AttentionRows(Attention, Reader):
     ) -> tuple[Float[Array, "P T D"], Any] | None:
         """The output for a token of each row with a cache of fixed size, and the cache with its keys and values, by
         kernels; None where these do not take it."""
-        config = self.config
-        if (
-            channels.shape[1] > 1
-            or config.qk_norm == "width"
-            or not isinstance(cache, FixedAttentionCache | WindowCache)
-        ):
+        if channels.shape[1] > 1 or self.config.qk_norm == "width":
             return None
-        norms, eps = None, 0.0
-        if self.q_norm is not None and self.k_norm is not None:
-            norms, eps = (self.q_norm.scale(jnp.float32), self.k_norm.scale(jnp.float32)), self.q_norm.eps
-        heads = Heads(self.num_heads, eps, config.rotary_dim, config.rope_theta)
-        arrays = channels[:, 0], cache.k, cache.v
+        if not isinstance(cache, FixedAttentionCache | WindowCache):
+            return None
+        arrays, (norms, heads) = (channels[:, 0], cache.k, cache.v), self._known()
         if not takes(*arrays, heads, self.implementation):
             return None
         o, k, v = cached_attention(*arrays, place, norms, heads)
-        o = jnp.where((place.slot < cache.k.shape[1])[:, None, None], o, jnp.nan)[:, None]
         last = self.o_proj if self.last is None else self.last
-        return last(self.gated_by(o, gate[0] if gate else None)), cache._replace(k=k, v=v)
+        return last(self.gated_by(o[:, None], gate[0] if gate else None)), cache._replace(k=k, v=v)
+
+    def _known(self) -> tuple[tuple[Array, Array] | None, Heads]:
+        """The factors of the norms of queries and keys, and the sizes of the heads, as kernels take them."""
+        config, norms, eps = self.config, None, 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            norms, eps = (self.q_norm.scale(jnp.float32), self.k_norm.scale(jnp.float32)), self.q_norm.eps
+        return norms, Heads(self.num_heads, eps, config.rotary_dim, config.rope_theta)
+
+    def _row(
+        self, channels: Float[Array, "B T F"], gate: list[Array], cache: Any
+    ) -> tuple[Float[Array, "B T D"], FixedAttentionCache] | None:
+        """`of_channels` of a token of one row by kernels, the output projection among them; None where these do not
+        take it."""
+        last: Any = self.o_proj
+        if (
+            channels.shape[:2] != (1, 1)
+            or self.config.qk_norm == "width"
+            or type(cache) is not FixedAttentionCache
+        ):
+            return None
+        if not isinstance(last, ProjectionOfGroup) or not last.is_alone or isinstance(last.group, BlockGroup):
+            return None
+        arrays, (norms, heads), output = (
+            (channels[:, 0], cache.k, cache.v),
+            self._known(),
+            last.group.weight[...],
+        )
+        if not takes(*arrays, heads, self.implementation, output):
+            return None
+        static: Any = dict(is_gated=bool(gate), ahead=self.after(2))
+        y, *after = attended_token(*arrays, cache.length, norms, output, heads, **static)
+        return y[None], FixedAttentionCache(*after)
 
     def place(self, cache: Any) -> Place:
         """The place of a token of each row after those of a cache."""
-        return Place(cache.length, cache.length, cache.length + 1)
+        return Place(cache.length, cache.length)
 
     def positions(self, channels: Float[Array, "B T F"], cache: Any) -> Int[Array, "B T"]:
         """Positions of the tokens after those of a cache."""
