@@ -13,7 +13,8 @@ out, all keys and values once in. The part that grows with the context is the at
 With --drafts a further line is the loop of `models.drafts`, `decode_with_drafts`, after a prompt of random tokens. A
 head of random weights guesses, its projection to the words is zeros, so that the first word is the likeliest always,
 and the model's own words are drawn so that each guess is right with the probability --acceptance. So it costs what
-generation costs whose guesses are as good; "tokens a pass" is how many there were.
+generation costs whose guesses are as good; "tokens a pass" is how many there were. With --draft-vocab guesses are
+among the first words; how many fewer of them are right is not known here, for the weights are random.
 
 The column "first s" has the seconds that tracing and compiling take. A prompt's seconds are its first call, which
 reads it once; for tokens they end before the first call.
@@ -37,6 +38,7 @@ from matplotlib.figure import Figure
 from gdn_jax.bench import measure
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, Writable
 from gdn_jax.bench.sizes import model_config
+from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, Fraction, NotNegative, Positive
 from gdn_jax.commands.files import replacing
 from gdn_jax.inspect.plots import COLORS
@@ -75,6 +77,8 @@ class GenerateBenchmark(Benchmark):
     """More fields of the ModelConfig, as in residual_dtype=bfloat16."""
     drafts: Annotated[int, NotNegative] = 0
     """Guesses in a pass of one more line for each batch and context; 0: no such lines."""
+    draft_vocab: Annotated[int | None, Positive] = None
+    """Guesses are among the first so many words of the vocabulary; None: among all."""
     acceptance: Annotated[float, Fraction] = 0.8
     """Probability that a guess is right, where all before it are."""
     largest_cache: Annotated[float, Positive] = 120.0
@@ -89,7 +93,9 @@ class GenerateBenchmark(Benchmark):
     def check(self) -> None:
         """See `Benchmark.check`."""
         super().check()
-        self.config()
+        words = self.config().vocab_size
+        if self.draft_vocab is not None and self.draft_vocab > words:
+            fail("draft_vocab", f"at most {words}", self.draft_vocab)
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
         """A case for the prompt, and one for each context and batch."""
@@ -163,7 +169,8 @@ class GenerateBenchmark(Benchmark):
         graphdef, params = nnx.split(_with_head(model, self.seed))
         tokens = jax.device_put(_tokens(model.config, (batch, context), self.seed))
         read = _read(graphdef, params, tokens, room=self.tokens + self.drafts)
-        options = dict(num_tokens=self.tokens, num_drafts=self.drafts, acceptance=self.acceptance)
+        options = dict(num_tokens=self.tokens, num_drafts=self.drafts, draft_vocab=self.draft_vocab)
+        options |= dict(acceptance=self.acceptance)
         began = time.perf_counter()
         program = _draft.lower(graphdef, params, *read, **options).compile()
         first = time.perf_counter() - began
@@ -209,8 +216,8 @@ def _read(graphdef, params, tokens, *, room):
     return Prompt(tokens, None, hidden, last), cache
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "num_drafts", "acceptance"))
-def _draft(graphdef, params, prompt, cache, *, num_tokens, num_drafts, acceptance):
+@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "num_drafts", "draft_vocab", "acceptance"))
+def _draft(graphdef, params, prompt, cache, *, num_tokens, num_drafts, draft_vocab, acceptance):
     """The loop of `generate` with drafts, of which as many are right as asked for."""
 
     def choose(logits, numbers):
@@ -221,7 +228,7 @@ def _draft(graphdef, params, prompt, cache, *, num_tokens, num_drafts, acceptanc
         return jnp.where(is_right, likeliest, likeliest + 1).astype(prompt.tokens.dtype)
 
     model, token = for_inference(nnx.merge(graphdef, params)), prompt.tokens[:, -1]
-    return decode_with_drafts(model, prompt, token, cache, num_tokens, num_drafts, choose=choose)
+    return decode_with_drafts(model, prompt, token, cache, num_tokens, num_drafts, draft_vocab, choose=choose)
 
 
 def _fill(model: LanguageModel, batch: int, context: int, capacity: int) -> Cache:

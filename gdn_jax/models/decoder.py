@@ -234,9 +234,9 @@ class LanguageModel(nnx.Module):
         """Weight of the output projection in its own dtype: the head's, or the tied embedding's."""
         return (self.embedding if self.head is None else self.head)[...]
 
-    def logits(self, x: Float[Array, "*S D"]) -> Float[Array, "*S vocab"]:
-        """Output projection of `hidden_states`: float32 logits."""
-        weight = self.head_weight().astype(x.dtype)
+    def logits(self, x: Float[Array, "*S D"], words: int | None = None) -> Float[Array, "*S vocab"]:
+        """Output projection of `hidden_states`: float32 logits, of the first `words` tokens where that is given."""
+        weight = self.head_weight()[:words].astype(x.dtype)
         if usable(self.config.implementation, SMALL):
             return transposed_product(x, weight, jnp.float32)
         return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=jnp.float32)

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.attention import FixedAttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.inference.program import for_decoding
+from gdn_jax.models.inference.program import for_decoding, for_drafting
+from gdn_jax.models.inference.recurrent import RecurrentRows
+from gdn_jax.models.served_layers import LayerPools, kind_of
 from gdn_jax.shapes import check_choice, check_whole
 
 Choose = Callable[[Float[Array, "B T vocab"], Int[Array, "B T"]], Int[Array, "B T"]]
@@ -23,10 +26,12 @@ Tell = Callable[[Int[Array, "B T"], Int[Array, " B"]], tuple[Int[Array, " B"], B
 """Called with new tokens and how many of each row are new: how many of them stay, and whether to stop there."""
 
 
-def check_drafts(model: LanguageModel, drafts: str, num_drafts: int) -> None:
-    """Raises ValueError where a model cannot have drafts."""
+def check_drafts(model: LanguageModel, drafts: str, num_drafts: int, draft_vocab: int | None) -> None:
+    """Raises ValueError where a model cannot have such drafts."""
     check_choice("drafts", drafts, ("mtp",))
     check_whole("num_drafts", num_drafts, 1)
+    if draft_vocab is not None:
+        check_whole("draft_vocab", draft_vocab, 1, model.config.vocab_size)
     if model.mtp is None:
         raise ValueError(
             "drafts: expected None for a model without a head for multi-token prediction, got 'mtp'"
@@ -76,6 +81,7 @@ def decode_with_drafts(
     cache: Cache,
     num_tokens: int,
     num_drafts: int,
+    draft_vocab: int | None = None,
     *,
     choose: Choose,
     stops: Int[Array, " n"] | None = None,
@@ -90,13 +96,15 @@ def decode_with_drafts(
       cache: after the prompt, with room for num_tokens + num_drafts more tokens in its `FixedAttentionCache`s.
       num_tokens: new tokens, the first one counted.
       num_drafts: tokens that are guessed in a round.
+      draft_vocab: guesses are among the first so many tokens of the vocabulary; None: among all.
       choose: the tokens from logits.
       stops: tokens that end a row, which repeats them; None: rows do not end.
       tell: is called with the first token, then with the tokens of each round; None: no calls.
     """
     assert model.mtp is not None
     B, k = token.shape[0], num_drafts
-    steps, rows, ahead = for_decoding(model, B * (k + 1)), jnp.arange(B), jnp.arange(k + 1)
+    rows, ahead = jnp.arange(B), jnp.arange(k + 1)
+    steps, drafting = for_decoding(model, B * (k + 1)), for_drafting(model, B)
     after = jnp.roll(prompt.tokens, -1, axis=1).at[rows, prompt.last].set(token)
     found, head = model.mtp(model.embedded(after), prompt.hidden, mask=prompt.mask, return_cache=True)
     empty = partial(jnp.full, fill_value=-1, dtype=token.dtype)
@@ -124,7 +132,7 @@ def decode_with_drafts(
         return jnp.any(~carry.ended & (carry.made < num_tokens))
 
     def a_round(carry: _Carry) -> _Carry:
-        drafts, head = _guessed(model, carry.newest, carry.head, k, token.dtype)
+        drafts, head = _guessed(drafting, carry.newest, carry.head, k, draft_vocab, token.dtype)
         read = jnp.concatenate([carry.token[:, None], drafts], axis=1)
         hidden, accept = read_drafts(steps, read, carry.cache)
         new = choose(steps.logits(hidden), carry.made[:, None] + ahead)
@@ -136,7 +144,7 @@ def decode_with_drafts(
         count, stopped = heard(new, count)
         is_new = ahead < count[:, None]
         places = jnp.where(is_new, carry.made[:, None] + ahead, num_tokens)  # what is there is dropped
-        found, head = model.mtp(model.embedded(new), hidden, cache=head, mask=is_new)
+        found, head = drafting.mtp(model.embedded(new), hidden, cache=head, mask=is_new)
         last = jnp.maximum(count - 1, 0)
         told = Rounds(
             jnp.where(is_over[:, None], -1, drafts), jnp.where(is_over, -1, right).astype(token.dtype)
@@ -159,14 +167,14 @@ def decode_with_drafts(
 
 
 def _guessed(
-    model: LanguageModel, newest: Float[Array, "B D"], cache: Any, k: int, dtype: Any
+    model: LanguageModel, newest: Float[Array, "B D"], cache: Any, k: int, words: int | None, dtype: Any
 ) -> tuple[Int[Array, "B k"], Any]:
-    """The likeliest next k tokens by the head, and its cache, of which their entries are no part: these will be made
-    again from the model's own hidden states."""
+    """The likeliest next k tokens by the head, among the first `words`, and its cache, of which their entries are no
+    part: these will be made again from the model's own hidden states."""
     assert model.mtp is not None
     hidden, drafts, after = newest[:, None], [], cache
     for i in range(k):
-        drafts.append(jnp.argmax(model.logits(hidden), axis=-1).astype(dtype))
+        drafts.append(jnp.argmax(model.logits(hidden, words), axis=-1).astype(dtype))
         if i < k - 1:
             hidden, after = model.mtp(model.embedded(drafts[-1]), hidden, cache=after)
     return jnp.concatenate(drafts, axis=1), after._replace(length=cache.length)
@@ -177,30 +185,29 @@ def read_drafts(
 ) -> tuple[Float[Array, "B T D"], Callable[[Int[Array, " B"]], Cache]]:
     """Hidden states of tokens of which some may be wrong, and accept(count): the cache after the first `count` [B].
 
-    Attention forgets the others by its length. A recurrent layer takes its own inputs once more, from the state
-    before, as padding where they were wrong; it needs its projections for that, and nothing else of the block.
+    Attention forgets the others by its length. A recurrent layer reads those that are right once more, from the state
+    before: as a server's does, from a pool whose slots are the rows, or one that cannot be served as a call in which
+    the others are padding. It needs its projections for that, and nothing else of the block.
 
     Args:
       model: the model.
       tokens: the tokens.
       cache: of the tokens before, whose attention is a `FixedAttentionCache` with room for all.
     """
-    inputs: list[Any] = []
+    B, T = tokens.shape
 
     def mix(i: int, mixer: Any, x: Array, **options: Any) -> tuple[Array, Any]:
-        inputs.append(x)
-        return mixer(x, **options)
+        before = cache[i]
+        if isinstance(before, FixedAttentionCache):
+            y, after = mixer(x, **options)
+            return y, lambda count: after._replace(length=before.length + count)
+        layer = mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
+        if isinstance(layer, RecurrentMixer) and layer.can_be_served:
+            kind: Any = kind_of(layer, i, batch_invariant=False)
+            y, keep = kind.drafts(layer, x, LayerPools(*before), jnp.arange(B))
+            return y, lambda count: keep(jnp.maximum(count, 1))  # a row with 0 has ended
+        y, _ = mixer(x, **options)
+        return y, lambda count: mixer(x, cache=before, mask=jnp.arange(T) < count[:, None])[1]
 
-    hidden, after = model.hidden_states(tokens, cache=cache, around=mix)
-    assert after is not None
-
-    def accept(count: Int[Array, " B"]) -> Cache:
-        is_right, kept = jnp.arange(tokens.shape[1]) < count[:, None], []
-        for block, x, old, new in zip(model.blocks, inputs, cache, after, strict=True):
-            if isinstance(old, FixedAttentionCache):
-                kept.append(new._replace(length=old.length + count))
-            else:
-                kept.append(block.mixer(x, cache=old, mask=is_right)[1])
-        return tuple(kept)
-
-    return hidden, accept
+    hidden, accepts = model.hidden_states(tokens, cache=cache, around=mix)
+    return hidden, lambda count: tuple(accept(count) for accept in accepts or ())

@@ -48,6 +48,7 @@ def generate(
     on_token: OnToken | None = None,
     drafts: str | None = None,
     num_drafts: int = 3,
+    draft_vocab: int | None = None,
 ) -> Int[Array, "B num_tokens"]:
     """Continues prompts: one pass over the prompt, then single steps through the cache.
 
@@ -77,6 +78,9 @@ def generate(
         Greedy tokens stay the same, except for ties within rounding. Sampled tokens have the same probabilities, but
         are not the same tokens as without drafts. None: no drafts.
       num_drafts: drafts in a pass, 1 or more.
+      draft_vocab: drafts are among the first so many tokens of the vocabulary, 1 to vocab_size, whose rows of the
+        output projection each draft reads; a tokenizer by merges has the most frequent tokens first. Tokens are those
+        of drafts among all, but fewer drafts are right where the model writes other tokens. None: all.
 
     Returns:
       The new tokens [B, num_tokens], in the prompt's dtype.
@@ -97,7 +101,7 @@ def generate(
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_tokens: expected tokens below vocab_size = {vocab_size}, got {token}")
     if drafts is not None:
-        check_drafts(model, drafts, num_drafts)
+        check_drafts(model, drafts, num_drafts, draft_vocab)
         if on_token is not None and prompt.shape[0] != 1:
             raise ValueError(
                 "on_token: expected None with drafts of several rows, of which a pass gives unlike numbers of "
@@ -113,9 +117,9 @@ def generate(
     stops = np.asarray(stop_tokens, prompt.dtype) if len(stop_tokens) else None
     with _heard(on_token) as listener:
         key = None if sampling is None else rng
-        guesses = 0 if drafts is None else num_drafts
+        guesses = (0, None) if drafts is None else (num_drafts, draft_vocab)
         arguments = params, prompt, mask, key, sampling, stops, listener
-        tokens = _generate(structure, *arguments, num_tokens=num_tokens, num_drafts=guesses)
+        tokens = _generate(structure, *arguments, num_tokens=num_tokens, guesses=guesses)
         return tokens if listener is None else jax.block_until_ready(tokens)
 
 
@@ -202,8 +206,9 @@ def _tell_each(number, tokens, count) -> tuple[np.ndarray, np.ndarray]:
     return np.array([told], np.int32), np.asarray(stops)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "num_drafts"))
-def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens, num_drafts):
+@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "guesses"))
+def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *, num_tokens, guesses):
+    num_drafts, draft_vocab = guesses
     model = for_inference(structure.merge(params))
 
     def choose(logits, i):
@@ -233,7 +238,16 @@ def _generate(structure, params, prompt, mask, rng, sampling, stops, listener, *
         read, each = Prompt(prompt, mask, x, position), partial(_choose_each, sampling, rng, prompt.dtype)
         heard = None if listener is None else tell_each
         return decode_with_drafts(
-            model, read, token, cache, num_tokens, num_drafts, choose=each, stops=stops, tell=heard
+            model,
+            read,
+            token,
+            cache,
+            num_tokens,
+            num_drafts,
+            draft_vocab,
+            choose=each,
+            stops=stops,
+            tell=heard,
         )[0]
     heard = None if listener is None else tell
     return decode(model, token, cache, num_tokens, choose=choose, stops=stops, tell=heard)[0]

@@ -45,6 +45,7 @@ class ServedModel:
         newest token of each request: it gives a `serving.Chain`. The tokens are the same, but for ties within
         rounding. None: there are none.
       num_drafts: guesses in a step, 1 or more.
+      draft_vocab: guesses are among the first so many tokens of the vocabulary, see `generate`; None: among all.
       max_batch: most requests of a `decode`, if known. 1: the weights lie as the kernels of a single row read them,
         and in pools of one slot `decode` is a token of `generate`; such a slot has no padding.
 
@@ -60,6 +61,7 @@ class ServedModel:
         batch_invariant: bool = False,
         drafts: str | None = None,
         num_drafts: int = 3,
+        draft_vocab: int | None = None,
         max_batch: int | None = None,
     ):
         if max_batch is not None:
@@ -68,8 +70,8 @@ class ServedModel:
         self._drafts: Any = NoDrafts()
         self._chain = 1
         if drafts is not None:
-            check_drafts(model, drafts, num_drafts)
-            self._drafts = HeadDrafts(model, num_drafts, Attending(batch_invariant))
+            check_drafts(model, drafts, num_drafts, draft_vocab)
+            self._drafts = HeadDrafts(model, num_drafts, draft_vocab, Attending(batch_invariant))
             self._chain = 1 + num_drafts
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
         self._whole, whole = split(for_inference(model))

@@ -102,12 +102,13 @@ class HeadDrafts:
     Args:
       model: the model, with the head.
       number: drafts of a step.
+      words: they are among the first so many tokens of the vocabulary; None: among all.
       kind: of the head's attention.
     """
 
-    def __init__(self, model: LanguageModel, number: int, kind: Attending):
+    def __init__(self, model: LanguageModel, number: int, words: int | None, kind: Attending):
         self._config, self._mixer = model.config, model.mtp.block.mixer
-        self._number, self._kind = number, kind
+        self._number, self._words, self._kind = number, words, kind
 
     def make_pools(self, layers: tuple, slots: int, capacity: int | None) -> DraftPools:
         pairs = self._kind.make_pool(self._mixer, slots, jnp.float32, None, capacity)
@@ -150,7 +151,7 @@ class HeadDrafts:
         for _ in range(self._number):
             mix = partial(self._kind.decode, model.mtp.block.mixer, pool=pairs, slots=slots)
             hidden, pairs = self._head(model, drafts[-1][:, None], hidden, mix)
-            drafts.append(jnp.argmax(model.logits(hidden[:, 0]), -1).astype(tokens.dtype))
+            drafts.append(jnp.argmax(model.logits(hidden[:, 0], self._words), -1).astype(tokens.dtype))
             lengths.append(pairs.length)
         pairs = pairs._replace(length=lengths[0])
         return jnp.stack(drafts[1:], 1), dataclasses.replace(pools, pairs=pairs)

@@ -34,8 +34,15 @@ class WindowPool(Pool):
             y, window = conv.causal_conv1d_update(x, window, weight, bias, activation=call)
             return window, y
 
-        windows, y = one(states, x) if spans is None else walk(one, states, x, spans.parents)
-        return y, windows
+        if spans is None or spans.parents is not None:
+            windows, y = one(states, x) if spans is None else walk(one, states, x, spans.parents)
+            return y, windows
+        # All tokens of a chain at once: each has the window that begins at its place.
+        (N, T, D), W = x.shape, weight.shape[1]
+        inputs = jnp.concatenate([states, jnp.swapaxes(x, 1, 2).astype(states.dtype)], axis=2)
+        windows = jnp.stack([inputs[:, :, t : t + W - 1] for t in range(T + 1)], axis=1)
+        _, y = one(windows[:, :-1].reshape(N * T, D, W - 1), x.reshape(N * T, D))
+        return y.reshape(N, T, D), windows[:, 1:]
 
     def prefill(self, call: Any, tokens: Channels, at: At) -> tuple[Float[Array, "1 T D"], Any]:
         """`serving.causal_conv1d`."""

@@ -64,7 +64,7 @@ def test_reading_and_writing_are_timed(tmp_path, capsys):
 @pytest.mark.parametrize(("acceptance", "least", "most"), [(1.0, 3, 3), (0.0, 1, 1), (0.5, 1.3, 2.2)])
 def test_drafts_are_right_as_often_as_asked_for(acceptance, least, most):
     """Two of them in a pass: three tokens where all are right, one where none is."""
-    options = dict(repeats=1, tokens=31, drafts=2, acceptance=acceptance, model="tiny")
+    options = dict(repeats=1, tokens=31, drafts=2, draft_vocab=7, acceptance=acceptance, model="tiny")
     benchmark = generate_bench.GenerateBenchmark(**options)
     model = small_models.made(dataclasses.replace(CONFIG, tie_embeddings=True))
     before = np.asarray(model.embedding[...])

@@ -85,11 +85,14 @@ def test_generate_drafts(tmp_path, capsys):
         "recurrent",
     )
     argv += ("--temperature", 0, "--tokens", len(text))
-    for options in ((), ("--drafts", "mtp"), ("--drafts", "mtp", "--num-drafts", 1)):
+    drafts = "--drafts", "mtp"
+    for options in ((), drafts, (*drafts, "--num-drafts", 1), (*drafts, "--draft-vocab", 70)):
         status, out, err = run(capsys, *argv, *options)
         assert (status, err) == (0, "") and out == argv[3] + " ".join(f"word{i}" for i in text) + "\n"
     status, _, err = run(capsys, *argv, "--drafts", "mtp", "--num-drafts", 33)
     assert status == 1 and "--num-drafts: expected 1 to 32, got 33" in err
+    status, _, err = run(capsys, *argv, *drafts, "--draft-vocab", 10**6)
+    assert status == 1 and "--draft-vocab: expected at most" in err
     folder = with_tokenizer("qwen3_5_released", tmp_path)
     status, _, err = run(capsys, "generate", folder, "--prompt", "word1", "--drafts", "mtp")
     assert status == 1 and "--drafts: expected none for a model without a head" in err

@@ -110,6 +110,30 @@ def test_the_text_is_that_without_drafts(kind, monkeypatch):
         np.testing.assert_array_equal(generate(model, ROW, 12, num_drafts=1, **options), want)
 
 
+def test_drafts_among_the_first_words():
+    """The first draft is the likeliest of them by the head; the tokens are those of drafts among all."""
+    model, words = made(seed=4), 5
+
+    @partial(nnx.jit, static_argnums=1)
+    def run(model, words):
+        x, cache = model.hidden_states(ROW, return_cache=True)
+        cache = tuple(reserve(c, 16) if isinstance(c, AttentionCache) else c for c in cache)
+        token, last = jnp.argmax(model.logits(x[:, -1]), -1), jnp.full(2, 6)
+        choose = lambda logits, _: jnp.argmax(logits, -1)  # noqa: E731
+        drawn = decode_with_drafts(
+            model, Prompt(ROW, None, x, last), token, cache, 12, 2, words, choose=choose
+        )
+        rows = jnp.concatenate([ROW, token[:, None]], axis=1)
+        first = model.mtp_logits(rows)[:, -1]
+        return (token, first), drawn
+
+    (token, first), (tokens, rounds) = run(model, words)
+    np.testing.assert_array_equal(rounds.drafts[:, 0, 0], np.asarray(first)[:, :words].argmax(-1))
+    assert rounds.drafts.max() < words
+    np.testing.assert_array_equal(tokens, run(model, None)[1][0])
+    np.testing.assert_array_equal(tokens[:, 0], token)
+
+
 def test_a_listener_is_told_token_by_token(checkpoint):
     """The tokens that are returned, a stop token the last one. Where the listener stops, inside a round too, the last
     token is repeated."""
@@ -133,11 +157,15 @@ def test_a_listener_is_told_token_by_token(checkpoint):
         assert run(most) == (want[:most], want[:most] + want[most - 1 : most] * (len(want) - most))
 
 
-def test_drawn_tokens_have_the_probabilities_of_the_model():
-    """Three tokens after one prompt, in 4096 rows: how often each of 125 triples comes, by a test of chi squared."""
+@pytest.mark.parametrize("words", [None, 2])
+def test_drawn_tokens_have_the_probabilities_of_the_model(words):
+    """Three tokens after one prompt, in 4096 rows: how often each of 125 triples comes, by a test of chi squared. Of
+    five words two alone may be drafted, too."""
     model, N, V = made(dataclasses.replace(CONFIG, vocab_size=5)), 4096, 5
     prompt = np.tile(np.array([[1, 4, 2]], np.int32), (N, 1))
-    options: dict = dict(rng=jax.random.key(1), temperature=3.0, drafts="mtp", num_drafts=2)
+    options: dict = dict(
+        rng=jax.random.key(1), temperature=3.0, drafts="mtp", num_drafts=2, draft_vocab=words
+    )
     got = np.asarray(generate(model, jax.device_put(prompt), 3, **options))
     every = np.array(np.meshgrid(*[range(V)] * 3, indexing="ij")).reshape(3, -1).T
     rows = np.concatenate([np.tile(prompt[:1], (V**3, 1)), every], axis=1)
@@ -160,6 +188,8 @@ def test_what_cannot_be():
         (plain, dict(drafts="mtp"), "drafts: expected None for a model without a head"),
         (plain, dict(drafts="ngram"), "drafts: expected one of"),
         (own, dict(drafts="mtp", num_drafts=0), "num_drafts"),
+        (own, dict(drafts="mtp", draft_vocab=0), "draft_vocab: expected"),
+        (own, dict(drafts="mtp", draft_vocab=33), "draft_vocab: expected"),
         (own, dict(drafts="mtp", on_token=print), "on_token: expected None with drafts of several rows"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -45,8 +45,8 @@ def wanted():
 
 
 @functools.cache
-def functions(num_drafts):
-    served = ServedModel(model(), drafts="mtp", num_drafts=num_drafts)
+def functions(num_drafts, words=None):
+    served = ServedModel(model(), drafts="mtp", num_drafts=num_drafts, draft_vocab=words)
     return served, (served.prefill, served.decode)
 
 
@@ -55,20 +55,21 @@ def dirty(pools):
     return jax.tree.map(lambda x: put(np.full(x.shape, 3 if x.dtype == np.int32 else np.nan, x.dtype)), pools)
 
 
-def make_server(num_drafts, ring=None, **options):
-    served, calls = functions(num_drafts)
+def make_server(num_drafts, ring=None, words=None, **options):
+    served, calls = functions(num_drafts, words)
     pools = dirty(served.make_pools(5, ring=ring, capacity=CAPACITY))
     options = {"max_batch": 4, "prefill_tokens": 128} | options
     return serving.Server(*calls, served.params, pools, **options)
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "ring"), [(3, None), pytest.param(1, None, marks=pytest.mark.slow), (2, 4)]
+    ("num_drafts", "ring", "words"),
+    [(3, None, None), pytest.param(1, None, None, marks=pytest.mark.slow), (2, 4, 3)],
 )
-def test_every_request_gets_what_generate_gives(num_drafts, ring):
+def test_every_request_gets_what_generate_gives(num_drafts, ring, words):
     """Of slots that held NaN, with prompts in pieces, stop tokens, requests that are preempted and cancelled. They
     take fewer steps than tokens."""
-    server, rng = make_server(num_drafts, ring), np.random.default_rng(1)
+    server, rng = make_server(num_drafts, ring, words), np.random.default_rng(1)
     numbers, stops, gone, got = {}, {}, set(), {}
     for i, (_, number) in enumerate((*REQUESTS, *REQUESTS)):
         stops[i] = int(wanted()[i % 8, 4]) if i % 3 == 0 else None

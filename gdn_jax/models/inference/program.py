@@ -106,14 +106,32 @@ def for_decoding(model: LanguageModel, rows: int, *, in_parts: bool = False) -> 
     """
     if not usable(model.config.implementation, SMALL):
         return model
-    model, table = nnx.clone(model), ON_MESH if splits_heads() else ROWS
+    model = nnx.clone(model)
     for block in model.blocks:
-        has_stream = not isinstance(block, ReorderedBlock)
-        call = Call(rows, has_stream, in_parts and has_stream and 1 < rows <= FEW_ROWS)
-        block.mixer, block.mlp = (_prepared(part, call, table) for part in (block.mixer, block.mlp))
+        _prepare(block, rows, in_parts)
     if rows == 1:
         _look_ahead(model)
     return model
+
+
+def for_drafting(model: LanguageModel, rows: int) -> LanguageModel:
+    """A copy whose head for multi-token prediction is for single tokens, as `for_decoding` makes the blocks.
+
+    Args: those of `for_decoding`.
+    """
+    if not usable(model.config.implementation, SMALL):
+        return model
+    model = nnx.clone(model)
+    _prepare(model.mtp.block, rows)
+    return model
+
+
+def _prepare(block: Any, rows: int, in_parts: bool = False) -> None:
+    """Prepares a block for calls of single tokens, in place."""
+    has_stream = not isinstance(block, ReorderedBlock)
+    call = Call(rows, has_stream, in_parts and has_stream and 1 < rows <= FEW_ROWS)
+    table = ON_MESH if splits_heads() else ROWS
+    block.mixer, block.mlp = (_prepared(part, call, table) for part in (block.mixer, block.mlp))
 
 
 def _prepared(part: Any, call: Call, table: dict[type, Callable[[Any, Call], Any]]) -> Any:
