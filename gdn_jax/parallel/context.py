@@ -83,7 +83,8 @@ def gated_delta_rule(
         NotImplementedError where by states an implementation is named that hands over none, "mosaic_mma".
 
     Numerics: by states as `gdn_jax.gated_delta_rule` with a chunk that ends at each device's last token; the maps of
-      whole devices are merged in float32. Differentiable once, in reverse mode.
+      whole devices are merged in float32. Kernels leave out what reaches the token of another device with less than
+      2^-64 of its size. Differentiable once, in reverse mode.
     """
     x = Arrays(q, k, v, g, beta, None, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, chunk_size=chunk_size)
@@ -202,15 +203,16 @@ def _passing(
     Raises:
       NotImplementedError: the implementation that was asked for hands over no states.
     """
-    able = [one for one in TABLE if call.gates in one.gates and one.state_passing(call) is not None]
+    able = [one for one in TABLE if call.gates in one.gates and one.state_passing(call, x) is not None]
     if chosen in able:
-        return chosen.state_passing
+        return lambda call: chosen.state_passing(call, x)
     if asked is not None:
         raise NotImplementedError(
             f"implementation {asked!r}: states are handed over by {', '.join(repr(one.name) for one in able)}; "
             "by='heads' runs the others"
         )
-    return next(one for one in able if one.reason(call, x, dims) is None).state_passing
+    first = next(one for one in able if one.reason(call, x, dims) is None)
+    return lambda call: first.state_passing(call, x)
 
 
 def by_states(

@@ -40,11 +40,12 @@ class Implementation(Protocol):
         """Whether it is a set of kernels, which split their work by the values of cu_seqlens where they are known."""
         ...
 
-    def state_passing(self, call: Call) -> StatePassing | None:
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
         """One device's part of a call whose tokens are split over devices; None where it passes no states.
 
         Args:
           call: holds the factor of the output.
+          x: of which dtypes alone count.
         """
         ...
 
@@ -79,9 +80,9 @@ class ByKernels:
         """See `Implementation`."""
         return self.kernels.gates
 
-    def state_passing(self, call: Call) -> StatePassing | None:
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
         """See `Implementation`."""
-        return self.kernels.state_passing(call)
+        return self.kernels.state_passing(call, x)
 
     def reason(self, call: Call, x: Arrays, dims: Dims) -> str | None:
         """See `Implementation`."""
@@ -108,8 +109,9 @@ class Plain:
     gates = HEADS, CHANNELS, APART, ERASURES
     by_kernels = False
 
-    def state_passing(self, call: Call) -> StatePassing | None:
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
         """See `Implementation`."""
+        del x
         return PlainPassing(call._replace(state_layout="kv", form=self.name))
 
     def reason(self, call: Call, x: Arrays, dims: Dims) -> str | None:

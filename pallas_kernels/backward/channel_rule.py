@@ -19,6 +19,7 @@ from pallas_kernels.backward import channel_chain, channel_gradients_work
 from pallas_kernels.backward.channel_chains import channel_chains
 from pallas_kernels.backward.channel_gradients import channel_gradients
 from pallas_kernels.backward.channel_segment_adjoints import channel_segment_adjoints
+from pallas_kernels.backward.reach import Entry, OpenAdjoints, choose_open
 from pallas_kernels.backward.rule import (
     OutputCotangents,
     at_ends,
@@ -84,6 +85,7 @@ def backward(
     scale: float,
     state_layout: str = "kv",
     config: Config | None = None,
+    adjoints: Float[Array, "items HO V64 K64"] | None = None,
     interpret: Any = None,
 ) -> ChannelCotangents:
     """Gradients of <do, o> + <dfinal, final state> for a call of the forward whose dtype check_supported accepts.
@@ -92,6 +94,7 @@ def backward(
       residuals: of forward.channel_rule.forward on the same arguments.
       cotangents: of both outputs.
       config: None for a choice from the shapes.
+      adjoints: e of `segment_states(backwards=True)`, where it is known; else it is found here.
       interpret: parameters of Pallas' interpreter, None to compile.
 
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at the
@@ -116,11 +119,43 @@ def backward(
         gradients=config.gradients,
         interpret=interpret,
     )
-    out = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), residuals, cotangents, visits)
+    arguments = x._replace(cu_seqlens=None), residuals, cotangents, visits, adjoints
+    out = compiled(_run, interpret)(static, *arguments)
     if not as_batch:
         return out
     tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:6])
     return ChannelCotangents._make((*tokens, out.dh_0))
+
+
+def open_adjoints(
+    x: ChannelArrays,
+    dims: Dims,
+    residuals: ChannelResiduals,
+    cotangents: OutputCotangents,
+    entry: Entry,
+    *,
+    interpret: Any = None,
+) -> OpenAdjoints:
+    """`backward.rule.open_adjoints` where each channel decays by itself."""
+    (do, dfinal), (pairs, beta_t, segments), packed = cotangents, residuals, x.cu_seqlens is not None
+    T8, K64, V64 = round_up(dims.T, 8), round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+    assert segments is not None and dfinal is not None
+    walk = choose_open(dims, K64, V64, packed, segments, entry)
+    dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
+    e = channel_segment_adjoints(
+        pad(do.astype(x.v.dtype), (dims.B, T8, dims.HO, V64)),
+        beta_t,
+        pairs,
+        dh_T,
+        visit_tables(borders(x.cu_seqlens, None), dims.T) if packed else None,
+        kv_layout=True,
+        items=segments.items,
+        walked=walk.walked,
+        config=channel_chain.default_config(K64, walk.warpgroups),
+        interpret=interpret,
+    )
+    ends = at_ends(e, segments, dh_T, num_sequences=dims.N, kv_layout=True, interpret=interpret)
+    return OpenAdjoints(e, ends, walk.cut)
 
 
 class _Static(NamedTuple):
@@ -141,6 +176,7 @@ def _run(
     residuals: ChannelResiduals,
     cotangents: OutputCotangents,
     visits: VisitTables | None,
+    adjoints: Float[Array, "items HO V64 K64"] | None,
 ) -> ChannelCotangents:
     """The kernels in order, with the padding around them."""
     dims, f32 = static.dims, jnp.float32
@@ -165,7 +201,9 @@ def _run(
     items = None
     if static.segments and segments is not None:
         items, h_0 = segments.items, segments.starts
-        ends = channel_segment_adjoints(do, beta_t, pairs, dh_T, visits, items=items, **walks)
+        ends = adjoints
+        if ends is None:
+            ends = channel_segment_adjoints(do, beta_t, pairs, dh_T, visits, items=items, **walks)
         layout = dict(kv_layout=static.kv_layout, interpret=static.interpret)
         dh_T = at_ends(ends, segments, dh_T, num_sequences=N, **layout)
     with_dh_0 = x.initial_state is not None

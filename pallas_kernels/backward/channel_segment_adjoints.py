@@ -2,7 +2,7 @@
 `backward.channel_chain` with adjoints alone, in the roles of `backward.segment_adjoints`.
 
 Inputs (GMEM): do [B, T, HO, V], beta [B, HO, NT C] f32, those of `chunks.pairs`, dh_T [N, HO, V, K] or [.., K, V] f32
-(optional), tables int32 (packed rows).
+(optional), walked [items, HO] int32 (optional), tables int32 (packed rows).
 Outputs (GMEM): as of `backward.segment_adjoints`.
 Shared memory, barriers, hardware, limits, source: `backward.channel_chain`.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backward.chain import Cta, Sizes
 from pallas_kernels.backward.channel_chain import adjoint_step, load_chunks, start, walk
-from pallas_kernels.backward.segment_adjoints import segment_role
+from pallas_kernels.backward.segment_adjoints import choose_chunks, segment_role
 from pallas_kernels.chunks.channel_stages import Config
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.work.halves import tokens_of
@@ -26,10 +26,10 @@ from pallas_kernels.work.tables import Items, VisitTables
 
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
-    cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
+    choose_chunks(cta)
     backward = functools.partial(walk, cta, step=adjoint_step)
     pl.when(cta.wg == cta.num_state)(lambda: load_chunks(cta))
-    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: segment_role(cta, False, backward))
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: segment_role(cta, backward))
 
 
 def channel_segment_adjoints(
@@ -42,17 +42,19 @@ def channel_segment_adjoints(
     kv_layout: bool = False,
     items: Items,
     of_halves: bool = False,
+    walked: Int[Array, "items HO"] | None = None,
     config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "items HO V K"]:
     """The cotangent at the start of every segment but a sequence's first, from zeros or dh_T at its end.
 
     Args: those of `channel_chains`; dh_T always of sequences.
+      walked: as of `segment_adjoints`.
 
     Returns:
       e of segment_states(backwards=True), float32.
     """
-    inputs = {"v": None, "do": do, "beta": beta, "dh_T": dh_T}
+    inputs = {"v": None, "do": do, "beta": beta, "dh_T": dh_T, "walked": walked}
 
     def outputs(sizes: Sizes):
         shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)

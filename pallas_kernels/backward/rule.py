@@ -23,6 +23,7 @@ from pallas_kernels.backward import chain
 from pallas_kernels.backward import gradients as gradients_kernel
 from pallas_kernels.backward.chains import chains
 from pallas_kernels.backward.gradients import JOIN, MAX_LIFT, gradients, join_dbeta, join_weight
+from pallas_kernels.backward.reach import Entry, OpenAdjoints, choose_open
 from pallas_kernels.backward.segment_adjoints import segment_adjoints
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
@@ -31,7 +32,7 @@ from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, roun
 from pallas_kernels.device.memory import pad
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.residuals import Residuals, Segments
-from pallas_kernels.work.split import Work, chain_warpgroups, open_adjoint_warpgroups, segments_pay, work_of
+from pallas_kernels.work.split import Work, chain_warpgroups, segments_pay, work_of
 from pallas_kernels.work.tables import (
     VisitTables,
     as_rows,
@@ -151,15 +152,20 @@ def choose_chains(
 
 
 def open_adjoints(
-    x: RuleArrays, residuals: Residuals, cotangents: OutputCotangents, *, scale: float, interpret: Any = None
-) -> tuple[Float[Array, "items HO V64 K64"], Float[Array, "items HO V64 K64"]]:
-    """Finds what the cotangents of sequences that go on elsewhere need of every segment of an open forward.
+    x: RuleArrays,
+    residuals: Residuals,
+    cotangents: OutputCotangents,
+    entry: Entry,
+    *,
+    scale: float,
+    interpret: Any = None,
+) -> OpenAdjoints:
+    """Finds what the cotangents of sequences that come from elsewhere need of the segments of an open forward.
 
     Args: those of `backward`; cu_seqlens is not known while tracing, and there are cotangents of the final states.
+      entry: the sequences that do.
 
-    Returns:
-      The cotangent at the start of every segment from zeros, or from dfinal, at its end; and the cotangent at the end
-      of every segment.
+    Numerics: where chains are not cut, without what the maps of segments make smaller than `reach.FAINT`.
     """
     q, k, (do, dfinal), dims = x.q, x.k, cotangents, x.dims
     K64, V64, T8, tables = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE), round_up(dims.T, 8), None
@@ -167,10 +173,7 @@ def open_adjoints(
         tables = visit_tables(borders(x.cu_seqlens, None), T8)
     segments = residuals.segments
     assert segments is not None and dfinal is not None
-    items = segments.items
-    work, length = work_of(dims, x.cu_seqlens is not None, None), items.split.segment_chunks
-    assert length is not None
-    warpgroups = open_adjoint_warpgroups(dims, K64, V64, work, length)
+    walk = choose_open(dims, K64, V64, x.cu_seqlens is not None, segments, entry)
     q8, k8, do8 = (pad(y, (y.shape[0], T8, y.shape[2], round_up(y.shape[3], GRANULE))) for y in (q, k, do))
     dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
     e = segment_adjoints(
@@ -182,12 +185,13 @@ def open_adjoints(
         tables,
         scale=scale,
         kv_layout=True,
-        items=items,
-        with_first=True,
-        config=chain.Config.default(K64, warpgroups),
+        items=segments.items,
+        walked=walk.walked,
+        config=chain.Config.default(K64, walk.warpgroups),
         interpret=interpret,
     )
-    return e, at_ends(e, segments, dh_T, num_sequences=dims.N, kv_layout=True, interpret=interpret)
+    ends = at_ends(e, segments, dh_T, num_sequences=dims.N, kv_layout=True, interpret=interpret)
+    return OpenAdjoints(e, ends, walk.cut)
 
 
 def at_ends(

@@ -4,8 +4,9 @@ The walk starts from dh_T for the last segment of a sequence and from zeros for 
 `segment_states(backwards=True)` needs to find the cotangent at the end of every segment.
 
 Inputs (GMEM): q [B, T, Hq, K], k [B, T, Hk, K], do [B, T, HO, V], g2_cum and beta [B, HO, NT C] f32, t [B, HO,
-NT C, C], dh_T [N, HO, V, K] or [.., K, V] f32 (optional), tables int32 (packed rows).
-Outputs (GMEM): e [items, HO, V, K] f32; items that are a sequence's first are not written.
+NT C, C], dh_T [N, HO, V, K] or [.., K, V] f32 (optional), walked [items, HO] int32 (optional), tables int32 (packed
+rows).
+Outputs (GMEM): e [items, HO, V, K] f32; without walked items that are a sequence's first are not written.
 Shared memory, barriers, hardware, limits, source: `backward.chain`.
 """
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backward.chain import ROWS, Config, Cta, adjoint_step, start, walk
 from pallas_kernels.backward.chain_helper import helper
@@ -26,7 +27,15 @@ from pallas_kernels.device.memory import load_state
 from pallas_kernels.work.tables import Items, VisitTables
 
 
-def segment_role(cta: Cta, with_first: bool, walk: Callable) -> None:
+def choose_chunks(cta: Cta) -> None:
+    """Leaves out what is not to be walked over: nothing comes before the first segment."""
+    if cta.gmem.walked is None:
+        cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)
+    else:
+        cta.chunks = jnp.where(cta.gmem.walked[cta.item.index, cta.head] > 0, cta.chunks, 0)
+
+
+def segment_role(cta: Cta, walk: Callable) -> None:
     """The role of a state warpgroup: walk(end) from the cotangent after the segment."""
     plgpu.set_max_registers(cta.config.state_registers, action="increase")
     dh_T = cta.gmem.dh_T
@@ -36,7 +45,7 @@ def segment_role(cta: Cta, with_first: bool, walk: Callable) -> None:
         n = jnp.minimum(cta.span.sequence, dh_T.shape[0] - 1)  # the padding reads any
         dh = load_state(dh_T.at[n, cta.head], cta.rows, cta.sizes.kv_layout)
     dh = walk(jnp.where(cta.item.is_last, dh, 0.0))
-    writes = with_first | jnp.logical_not(cta.item.is_first)
+    writes = True if cta.gmem.walked is not None else jnp.logical_not(cta.item.is_first)
     if cta.packed:
         writes = writes & jnp.logical_not(cta.span.is_padding)
 
@@ -47,13 +56,12 @@ def segment_role(cta: Cta, with_first: bool, walk: Callable) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _body(gmem: Any, smem: Any, *, with_first: bool, **static) -> None:
+def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
-    if not with_first:
-        cta.chunks = jnp.where(cta.item.is_first, 0, cta.chunks)  # nothing comes before the first segment
+    choose_chunks(cta)
     pl.when(cta.wg == cta.num_state)(lambda: helper(cta))
     backward = functools.partial(walk, cta, step=adjoint_step)
-    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: segment_role(cta, with_first, backward))
+    pl.when((cta.wg < cta.num_state) & cta.adjoint)(lambda: segment_role(cta, backward))
 
 
 def segment_adjoints(
@@ -69,24 +77,25 @@ def segment_adjoints(
     scale: float,
     kv_layout: bool = False,
     items: Items,
-    with_first: bool = False,
+    walked: Int[Array, "items HO"] | None = None,
     config: Config | None = None,
     interpret=None,
 ) -> Float[Array, "items HO V K"]:
     """The cotangent at the start of every segment but a sequence's first, from zeros or dh_T at its end.
 
     Args: those of `chains`; dh_T always of sequences.
-      with_first: also at the start of a sequence's first segment.
+      walked: not 0 where the cotangent is found, also at the start of a sequence's first segment; elsewhere e is what
+        the walk would start from.
 
     Returns:
       e of segment_states(backwards=True), float32.
     """
     inputs = {"q": q, "k": k, "v": None, "do": do, "g2_cum": g2_cum, "beta": beta, "t": t, "dh_T": dh_T}
+    inputs |= {"walked": walked}
 
     def outputs(sizes):
         shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)
         return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
-    body = functools.partial(_body, with_first=with_first)
-    return start("segment_adjoints", body, inputs, outputs, items, visits, chains=1, **options)["e"]
+    return start("segment_adjoints", _body, inputs, outputs, items, visits, chains=1, **options)["e"]

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from gdn_jax.shapes import Dims, changes_segment
 from pallas_kernels.chunks import channel_stages
 from pallas_kernels.chunks import pairs as pairs_kernel
 from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
-from pallas_kernels.chunks.pairs import channel_pairs
+from pallas_kernels.chunks.pairs import Pairs, channel_pairs
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
@@ -25,7 +25,7 @@ from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as head_rule
 from pallas_kernels.forward.channel_outputs import channel_outputs, default_config
 from pallas_kernels.forward.channel_transitions import channel_transitions
-from pallas_kernels.work.residuals import Segments
+from pallas_kernels.work.residuals import Segments, Transition
 from pallas_kernels.work.split import choose_split, work_of
 from pallas_kernels.work.tables import (
     Items,
@@ -95,15 +95,7 @@ def forward(
     if known is not None and common_length(known, dims.T):
         x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=dims.T // dims.N)
     config, packed = config or Config(), x.cu_seqlens is not None
-    K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
-    warpgroups, segment_chunks = choose_split(
-        dims,
-        max(K64, 128) if V64 % 128 == 0 else K64,
-        V64,
-        work_of(dims, packed, known),
-        state_warpgroups=config.state_warpgroups,
-        segment_chunks=config.segment_chunks,
-    )
+    config, segment_chunks = _chosen(config, dims, packed, known)
     items, visits = row_items(dims.B, dims.T, segment_chunks), None
     if packed:
         starts = borders(x.cu_seqlens, known)
@@ -114,12 +106,30 @@ def forward(
         scale=float(scale),
         use_qk_l2norm=use_qk_l2norm,
         kv_layout=state_layout == "kv",
-        config=dataclasses.replace(config, outputs=config.outputs or default_config(K64, warpgroups)),
+        config=config,
         interpret=interpret,
     )
     items, visits = jax.tree.map(jnp.asarray, (items, visits))
     o, final, residuals = compiled(_run, interpret)(static, x._replace(cu_seqlens=None), items, visits)
     return o.reshape(shape), final, residuals
+
+
+def _chosen(
+    config: Config, dims: Dims, packed: bool, known: Any, is_open: bool = False
+) -> tuple[Config, int | None]:
+    """The configuration, with that of outputs, and the chunks of a segment."""
+    K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+    warpgroups, segment_chunks = choose_split(
+        dims,
+        max(K64, 128) if V64 % 128 == 0 else K64,
+        V64,
+        work_of(dims, packed, known),
+        state_warpgroups=config.state_warpgroups,
+        segment_chunks=config.segment_chunks,
+        is_open=is_open,
+    )
+    outputs = config.outputs or default_config(K64, warpgroups)
+    return dataclasses.replace(config, outputs=outputs), segment_chunks
 
 
 class _Static(NamedTuple):
@@ -134,8 +144,20 @@ class _Static(NamedTuple):
     interpret: Any
 
 
-def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | None):
-    """The kernels in order, with the padding around them."""
+class Prepared(NamedTuple):
+    """Everything that is found before any state is known, padded."""
+
+    v: Float[Array, "B T8 HV V64"]
+    beta_t: Float[Array, "B HO T64"]
+    pairs: Pairs
+    e: Float[Array, "items HO V64 K64"] | None
+    m_t: Transition | None
+    items: Items
+    visits: VisitTables | None
+
+
+def _prepare(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | None) -> Prepared:
+    """The kernels up to what segments do to states."""
     dims, config, interpret, f32 = static.dims, static.config, static.interpret, jnp.float32
     B, T, HO, K, V = dims.B, dims.T, dims.HO, dims.K, dims.V
     tokens = T // 2 if x.of_halves else T
@@ -161,20 +183,31 @@ def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | 
         config=config.pairs,
         interpret=interpret,
     )
-    options: dict[str, Any] = dict(items=items, visits=visits, of_halves=x.of_halves, interpret=interpret)
-    h_0, segments = _padded_states(static, x.initial_state, K64, V64), None
+    e_t = m_t = None
     if items.split.segment_chunks is not None:
+        options: dict[str, Any] = dict(items=items, visits=visits, of_halves=x.of_halves, interpret=interpret)
         e_t, m_t = channel_transitions(v, beta_t, pairs, **options)
-        starts = segment_states(
-            e_t,
-            m_t,
-            h_0,
-            None if items.tables is None else items.tables.first_item,
-            num_sequences=dims.N,
-            kv_layout=static.kv_layout,
-            interpret=interpret,
-        )
-        segments = Segments(starts, m_t, items)
+    return Prepared(v, beta_t, pairs, e_t, m_t, items, visits)
+
+
+def _run(
+    static: _Static,
+    x: ChannelArrays,
+    items: Items,
+    visits: VisitTables | None,
+    prepared: Prepared | None = None,
+):
+    """The kernels in order, with the padding around them; those of `prepared` where it is not given."""
+    prepared = prepared or _prepare(static, x, items, visits)
+    v, beta_t, pairs, _, m_t, _, _ = prepared
+    (T, K, V), config = (static.dims.T, static.dims.K, static.dims.V), static.config
+    tokens = T // 2 if x.of_halves else T
+    T8, V64, K64 = v.shape[1], v.shape[3], pairs.gl.shape[2]
+    options: dict[str, Any] = dict(items=items, visits=visits, of_halves=x.of_halves)
+    options |= dict(interpret=static.interpret)
+    h_0, segments = _padded_states(static, x.initial_state, K64, V64), None
+    if m_t is not None:
+        segments = Segments(_starts(static, prepared, h_0), m_t, items)
     o, final = channel_outputs(
         v,
         beta_t,
@@ -190,6 +223,68 @@ def _run(static: _Static, x: ChannelArrays, items: Items, visits: VisitTables | 
     if (K64, V64) != (K, V):
         final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
     return o, final, ChannelResiduals(pairs, beta_t, segments)
+
+
+def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO V64 K64"]:
+    """The state at the start of every segment, from padded initial states."""
+    tables = prepared.items.tables
+    assert prepared.e is not None and prepared.m_t is not None
+    return segment_states(
+        prepared.e,
+        prepared.m_t,
+        h_0,
+        None if tables is None else tables.first_item,
+        num_sequences=static.dims.N,
+        kv_layout=static.kv_layout,
+        interpret=static.interpret,
+    )
+
+
+class Open(NamedTuple):
+    """The forward of rows that go on elsewhere, before any state is known, as `forward.rule.Open`."""
+
+    static: _Static
+    x: ChannelArrays
+    prepared: Prepared
+
+    def starts(self, initial_state: Float[Array, "N HO K V"]) -> Float[Array, "items HO V64 K64"]:
+        """The state at the start of every segment; at the empty one's that which goes on."""
+        widths = self.prepared.pairs.gl.shape[2], self.prepared.v.shape[3]
+        return _starts(self.static, self.prepared, _padded_states(self.static, initial_state, *widths))
+
+    def finish(
+        self, initial_state: Float[Array, "N HO K V"]
+    ) -> tuple[jax.Array, jax.Array, ChannelResiduals]:
+        """The results of `forward`."""
+        x = self.x._replace(initial_state=initial_state)
+        return _run(self.static, x, self.prepared.items, self.prepared.visits, self.prepared)
+
+
+def prepare_open(
+    x: ChannelArrays,
+    dims: Dims,
+    *,
+    scale: float,
+    open_sequence: Int[Array, ""] | None = None,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Open:
+    """The forward of rows that go on elsewhere, up to where initial states are needed.
+
+    Args: those of `forward`, without the L2 norm.
+      x: its initial states and segments are not read; cu_seqlens is not known while tracing.
+      open_sequence: the packed sequence that goes on.
+    """
+    packed = x.cu_seqlens is not None
+    config, segment_chunks = _chosen(config or Config(), dims, packed, None, is_open=True)
+    items, visits = row_items(dims.B, dims.T, segment_chunks, is_open=True), None
+    if packed:
+        starts = borders(x.cu_seqlens, None)
+        items = packed_items(starts, dims.T, segment_chunks, open_sequence=open_sequence)
+        visits = visit_tables(starts, dims.T)
+    static = _Static(dims, float(scale), False, True, config, interpret)
+    x = x._replace(cu_seqlens=None, segment_ids=None)
+    return Open(static, x, _prepare(static, x, items, visits))
 
 
 def _padded_states(static: _Static, states, K64: int, V64: int):

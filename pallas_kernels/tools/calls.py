@@ -17,6 +17,7 @@ from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
 from pallas_kernels.backward import rule as backward
+from pallas_kernels.backward.reach import Entry
 from pallas_kernels.decode.channel_ring import channel_deferred, channel_drafts
 from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
@@ -120,7 +121,9 @@ def rule_call(
         opened = forward.prepare_open(x, scale=0.1, open_sequence=last, config=forward.Config(**config))
         o, final, residuals = opened.finish(x.initial_state)
         cotangents = backward.OutputCotangents(o, final)
-        return opened.starts(x.initial_state), o, backward.open_adjoints(x, residuals, cotangents, scale=0.1)
+        entry = Entry(last, jnp.array(True))
+        found = backward.open_adjoints(x, residuals, cotangents, entry, scale=0.1)
+        return opened.starts(x.initial_state), o, found[:2]
 
     return Call(run_open if is_open else run, (x,), {})
 
@@ -204,7 +207,7 @@ mma by channels, pairs; mma by channels, erase, packed; mma by channels, kv, K 6
 mma by channels, segments, erase
 channels; channels, half; channels, kv; channels, no states; channels, segment ids; channels, packed
 channels, packed, half; channels, segments; channels, packed, segments; channels, erase; channels, normalised
-channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16
+channels, K 64, V 64, half; channels, K 64; channels, V 256; channels, float16; channels, open
 channels, halves; channels, backwards, halves
 channels, backwards; channels, backwards, packed; channels, backwards, packed, segments, half, erase
 decode; decode, bfloat16; decode, vk; decode, vk, bfloat16; decode, K 256; decode, K 256, V 256, bfloat16

@@ -11,6 +11,7 @@ from pallas_kernels.ampere import channel_rule as mma_rule
 from pallas_kernels.ampere import walk
 from pallas_kernels.backward import channel_rule as channel_backward
 from pallas_kernels.backward import rule as backward
+from pallas_kernels.backward.reach import Entry
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.forward import channel_rule
 from pallas_kernels.tools.call import Call, shapes
@@ -33,6 +34,7 @@ def channels_call(
     layout="vk",
     norm=False,
     backwards=False,
+    is_open=False,
     **config: Any,
 ) -> Call:
     """The rule with a decay of each channel on one row.
@@ -42,6 +44,7 @@ def channels_call(
       erase: whether there are erase keys.
       halves: whether a token is two of the T rows, the first of which has an erase key.
       backwards: whether the call is the backward, of what a forward left.
+      is_open: the row goes on elsewhere; the call has both passes up to the states that are handed over.
       config: state_warpgroups and segment_chunks, see `channel_rule.Config`.
     """
     x, dims = _arrays(T, HV, K, V, dtype, N, packed, ids, erase, state, layout, halves)
@@ -52,6 +55,17 @@ def channels_call(
         options: dict[str, Any] = dict(scale=0.1, state_layout=layout, use_qk_l2norm=norm, config=known)
         return channel_rule.forward(x, dims, **options)
 
+    def run_open(x: channel_rule.ChannelArrays):
+        last = jnp.int32(N - 1) if packed else None
+        opened = channel_rule.prepare_open(x, dims, scale=0.1, open_sequence=last, config=known)
+        o, final, residuals = opened.finish(x.initial_state)
+        cotangents = backward.OutputCotangents(o, final)
+        entry = Entry(last, jnp.array(True))
+        found = channel_backward.open_adjoints(x, dims, residuals, cotangents, entry)
+        return opened.starts(x.initial_state), o, found[:2]
+
+    if is_open:
+        return Call(run_open, (x,), {})
     if not backwards:
         return Call(lambda x: run(x)[:2], (x,), {})
     visits, length = T // 64 + (N if packed else 0), known.segment_chunks

@@ -49,6 +49,10 @@ ADJOINTS_STEP = 1.4
 ADJOINTS_PAIR_STEP = 1.78
 """ADJOINTS_STEP with two state warpgroups. Not timed: PAIR_STEP, less what a chunk takes less than in a chain."""
 
+REACH = 256
+"""Chunks over which a cotangent is expected to come back, to the first token of a row that comes from
+elsewhere, before it is too faint to count."""
+
 ADJOINTS_LAUNCHES = 6.0
 """Microseconds of two more launches of the backward."""
 
@@ -122,8 +126,8 @@ def choose_split(
       work: of `work_of`. Sequences of unknown lengths count as equally long, and are cut only where they would
         leave most SMs idle.
       state_warpgroups, segment_chunks: what is decided already (0 chunks: whole sequences), None for a choice.
-      is_open: the sequences go on elsewhere: what every segment does to states and to their cotangents is found, the
-        backward walks over the same segments, and there is always one. The time is that of both passes then.
+      is_open: the sequences go on elsewhere: what every segment does to states is found, and there is always one. The
+        time is that of both passes then.
       sms: multiprocessors; None: those of the device.
     """
     sms = sms or num_sms()
@@ -147,9 +151,10 @@ def choose_split(
         if not is_open:
             return main + prepare + walk + SEGMENT_LAUNCHES
         tiles = dims.HO * V // GRANULE
-        adjoints = min(_open_adjoints(items, item_counts, tiles, pairs, sms))
-        chains = makespan(items, 2 * item_counts * tiles, CHAIN_STEP, CHAIN_FILL, sms)
-        return main + prepare + adjoints + chains + 4 * walk
+        backward = min(
+            t for of_cut in _open_backward(values, counts, length, tiles, pairs, walk, sms) for t in of_cut
+        )
+        return main + prepare + backward + 3 * walk
 
     if segment_chunks is not None:
         lengths = [segment_chunks]
@@ -170,10 +175,32 @@ def _open_adjoints(items, counts, tiles: int, pairs: bool, sms: int) -> list[flo
     return times
 
 
-def open_adjoint_warpgroups(
+def _open_backward(
+    values, counts, length: int, tiles: int, pairs: bool, walk: float, sms: int
+) -> list[list[float]]:
+    """Times of the walks of a backward over counts[i] sequences of values[i] chunks that come from elsewhere.
+
+    Args:
+      walk: time of `segment_states`.
+
+    Returns:
+      With whole chains, and with chains that are cut into segments of `length` chunks; for each number of state
+      warpgroups of segment_adjoints.
+    """
+    items, item_counts, _ = cut(values, counts, length)
+    reached = np.minimum(-(-values // length), -(-REACH // length)) * counts
+    faint = _open_adjoints(np.minimum(values, length), reached, tiles, pairs, sms)
+    whole = makespan(values, 2 * counts * tiles, CHAIN_STEP, CHAIN_FILL, sms)
+    in_segments = makespan(items, 2 * item_counts * tiles, CHAIN_STEP, CHAIN_FILL, sms) + walk
+    every = _open_adjoints(items, item_counts, tiles, pairs, sms)
+    return [[t + whole for t in faint], [t + in_segments for t in every]]
+
+
+def open_chains(
     dims: Dims, K: int, V: int, work: Work, length: int, sms: int | None = None
-) -> int:
-    """State warpgroups of a CTA of segment_adjoints that walks over every segment, of least predicted time.
+) -> tuple[bool, int]:
+    """Whether the chains of rows that come from elsewhere are cut into segments, and the state warpgroups of a CTA of
+    segment_adjoints, of least predicted time.
 
     Args:
       K, V: padded widths.
@@ -182,9 +209,13 @@ def open_adjoint_warpgroups(
       sms: as for `choose_split`.
     """
     sms = sms or num_sms()
-    items, counts, _ = cut(*np.unique(work.chunks[work.chunks > 0], return_counts=True), length)
-    pairs = V % (2 * GRANULE) == 0 and K <= 128
-    return 1 + int(np.argmin(_open_adjoints(items, counts, dims.HO * V // GRANULE, pairs, sms)))
+    values, counts = np.unique(work.chunks[work.chunks > 0], return_counts=True)
+    tiles, pairs = dims.HO * V // GRANULE, V % (2 * GRANULE) == 0 and K <= 128
+    walks = -(-int(counts.sum()) * tiles // sms)
+    walk = walks * -(-int(values.max(initial=1)) // length) * SEGMENT_STEP
+    whole, in_segments = _open_backward(values, counts, length, tiles, pairs, walk, sms)
+    is_cut = min(in_segments) < min(whole)
+    return is_cut, 1 + int(np.argmin(in_segments if is_cut else whole))
 
 
 def segments_pay(dims: Dims, V: int, work: Work, length: int, sms: int | None = None) -> bool:

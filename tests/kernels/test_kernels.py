@@ -308,13 +308,17 @@ def test_split_uses_the_whole_gpu():
 
 def test_split_of_rows_that_go_on_elsewhere():
     """Every segment counts, where else a row's last one does not. There is always a segment; sequences of unknown
-    lengths that fill the GPU are not cut."""
-    assert split(1, 131072, 32) == (2, 683) and split(1, 131072, 32, is_open=True) == (2, 512)
+    lengths that fill the GPU are not cut. Where heads are many, chains are whole, and segments short."""
+    assert split(1, 131072, 32) == (2, 683) and split(1, 131072, 32, is_open=True) == (2, 128)
     dims = Dims(B=1, T=131072, N=1, Hq=32, Hk=32, HV=32, HO=32, K=128, V=128)
     work = work_split.work_of(dims, False, None)
-    assert work_split.open_adjoint_warpgroups(dims, 128, 128, work, 512) == 2  # one wave of pairs
-    assert work_split.open_adjoint_warpgroups(dims, 128, 128, work, 1024) == 1  # 128 halves are one too
-    assert work_split.open_adjoint_warpgroups(dims._replace(V=64), 128, 64, work, 512) == 1
+    assert work_split.open_chains(dims, 128, 128, work, 128) == (False, 1)  # 128 halves, of two segments
+    assert work_split.open_chains(dims, 128, 128, work, 64) == (False, 2)  # one wave of pairs, of four
+    assert work_split.open_chains(dims._replace(V=64), 128, 64, work, 64) == (
+        True,
+        1,
+    )  # whole chains: 64 CTAs
+    assert work_split.open_chains(dims._replace(HO=8), 128, 128, work, 128) == (True, 2)
     assert split(8, 4096, 32)[1] is None and split(8, 4096, 32, is_open=True)[1] == 64
     assert split(1, 32768, 32, (2048,) * 16, known=False, is_open=True)[1] == 512
 

@@ -1,6 +1,5 @@
 """Rows whose tokens are split over devices: the rule and the convolution as on one device, and what is sent."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 from device_arrays import put
 from harness import tiers
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import NamedSharding
 from meshes import mesh_from, mesh_of, spec, value_and_gradients
 from tolerances import GRADIENTS, STATES, STRENGTHS, assert_close, head_axis, tolerance
 
@@ -19,19 +16,13 @@ from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases, oracle
 from gdn_jax.parallel import context, exchange, token_shards
 from gdn_jax.parallel.borders import Borders
-from gdn_jax.rule.call import Arrays, Call
-from gdn_jax.rule.kernels.hopper_passing import HopperPassing
 from gdn_jax.shapes import Dims
-from pallas_kernels.backward import gradients as gradients_kernel
-from pallas_kernels.backward import rule as backward_rule
-from pallas_kernels.chunks import inverse
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.forward import rule as forward_rule
 
 TOKENS, WHOLE = spec(None, "context"), spec()
 SMALL = dict(heads=(1, 1, 2), K=6, V=4, chunk_size=16)
-APART = dict(erase="channel", write="channel")
+BOTH = dict(erase="channel", write="channel")
 
 
 def on_mesh(mesh, case, x, implementation="chunked", by="states"):
@@ -75,7 +66,7 @@ CASES = {
     "packed, most of it padding": (4, dict(T=32, B=1, lengths=(3, 4), initial_state=False)),
     "channels, packed": (
         8,
-        dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0), channel_g="kinds", **APART),
+        dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0), channel_g="kinds", **BOTH),
     ),
     "channels, whole rows": (4, dict(T=40, B=2, channel_g="mixed", state_layout="vk", use_qk_l2norm=True)),
     "channels, five devices": (5, dict(T=20, B=1, channel_g="some -inf", erase="head", write="channel")),
@@ -84,7 +75,7 @@ CASES = {
         8,
         dict(T=64, B=2, segments=((3, 5, 1, 33, 6, 16), (8, 8, 7, 1, 40)), channel_g="kinds"),
     ),
-    "apart, no gate, segments": (4, dict(T=32, B=1, g=None, segments=((1, 22, 9),), **APART)),
+    "apart, no gate, segments": (4, dict(T=32, B=1, g=None, segments=((1, 22, 9),), **BOTH)),
 }
 CROSSED = {f"whole rows, {number} devices" for number in ("two", "three", "five", "six", "eight")} | {
     "segments, no gates", "packed, one over all", "channels, whole rows", "channels, five devices",
@@ -110,7 +101,7 @@ EXCHANGES = {
     "packed": (8, dict(T=64, B=1, lengths=(5, 0, 1, 2, 8, 25, 0, 13, 1, 0))),
     "channels": (
         4,
-        dict(T=32, heads=(4, 4, 8), segments=((3, 29), (8, 24)), channel_g="kinds", **APART),
+        dict(T=32, heads=(4, 4, 8), segments=((3, 29), (8, 24)), channel_g="kinds", **BOTH),
     ),
 }
 
@@ -187,7 +178,7 @@ def test_a_scale_that_is_an_array():
 @pytest.mark.slow
 def test_what_a_model_calls():
     """Rows, heads and tokens over a mesh of a model, under plain jit."""
-    x = cases.inputs(cases.Case("mesh", T=32, B=2, heads=(2, 2, 2), K=6, V=4, channel_g="mixed", **APART))
+    x = cases.inputs(cases.Case("mesh", T=32, B=2, heads=(2, 2, 2), K=6, V=4, channel_g="mixed", **BOTH))
     arguments = [put(y) for y in (x.q, x.k, x.v, x.g)]
     apart = dict(erase=put(x.erase), write=put(x.write))
     want = gdn_jax.delta_rule(*arguments, **apart)
@@ -266,145 +257,27 @@ def test_arguments_are_checked(options, message):
 
 
 def test_kernels_that_hand_over_no_states(monkeypatch):
-    """By name they are refused; unasked the chunked form runs where a device has no others."""
+    """By name they are refused; unasked the chunked form runs where a device has no others. Kernels without a
+    derivative hand over none."""
+    mesh = mesh_of((2,), ("context",))
+
+    def traced(dtype, g=None, **how):
+        x = jnp.ones((1, 128, 2, 64), dtype)
+
+        def f(x, g):
+            return context.delta_rule(x, x, x, g, axis_name="context", by="states", **how)[0]
+
+        return str(jax.make_jaxpr(jax.shard_map(f, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))(x, g))
+
+    channels = jnp.zeros((1, 128, 2, 64))
+    monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
+    assert "mpmd_map" in traced(jnp.bfloat16, channels) and "mpmd_map" not in traced(jnp.float16, channels)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': states are handed over by 'chunked', 'recu"):
+        traced(jnp.float16, channels, implementation="mosaic_gpu")
     lacks = lambda needs, *_: None if needs == Needs.MMA else "it has no wgmma"  # noqa: E731
     monkeypatch.setattr(device_launch, "device_reason", lacks)
-    mesh, x = mesh_of((2,), ("context",)), jnp.ones((1, 128, 2, 64), jnp.bfloat16)
-
-    def traced(**how):
-        def f(x):
-            return context.gated_delta_rule(x, x, x, axis_name="context", by="states", **how)[0]
-
-        return str(jax.make_jaxpr(jax.shard_map(f, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))(x))
-
     with pytest.raises(
         NotImplementedError, match="'mosaic_mma': states are handed over by 'mosaic_gpu', 'chunked'"
     ):
-        traced(implementation="mosaic_mma")
-    assert "mpmd_map" not in traced()
-
-
-# The kernels inside, without a GPU.
-
-
-@pytest.mark.parametrize(
-    "packed", [pytest.param(False, id="rows", marks=pytest.mark.crossed), pytest.param(True, id="packed")]
-)
-@pytest.mark.slow
-def test_kernels_lower(packed, monkeypatch):
-    """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""
-    monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
-    mesh = mesh_of((4,), ("context",))
-    B, N, T = (1, 3, 512) if packed else (2, 2, 512)
-
-    def array(shape, dtype=jnp.float32, where=TOKENS):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, where))
-
-    q = array((B, T, 2, 64), jnp.bfloat16)
-    gate, state = array((B, T, 2)), array((N, 2, 64, 64), where=WHOLE)
-    cu = array((N + 1,), jnp.int32, WHOLE) if packed else None
-
-    def local(q, k, v, g, beta, state, cu):
-        rest = dict(initial_state=state, cu_seqlens=cu, use_qk_l2norm=True)
-        return context.gated_delta_rule(
-            q, k, v, g, beta, axis_name="context", implementation="mosaic_gpu", **rest
-        )
-
-    f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS,) * 5 + (WHOLE, WHOLE), out_specs=(TOKENS, WHOLE))
-
-    def both(primals, cotangents, cu):
-        outputs, vjp = jax.vjp(lambda *p: f(*p, cu), *primals)
-        return outputs, vjp(cotangents)
-
-    traced = jax.jit(both).trace((q, q, q, gate, gate, state), (q, state), cu)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
-    assert text.count("collective_permute") == 2 * 3  # steps each way; the first sends maps too
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """The kernels in the interpreter, on segments of one chunk, of few warpgroups, for each takes a thread."""
-    prepare, backward = forward_rule.prepare_open, backward_rule.backward
-    config = forward_rule.Config(segment_chunks=1, inverse=inverse.Config(warpgroups=2, ctas=1))
-    monkeypatch.setattr(forward_rule, "prepare_open", functools.partial(prepare, config=config))
-
-    def small(*args, config, **options):
-        config = dataclasses.replace(config, gradients=gradients_kernel.Config(ctas=1))
-        return backward(*args, config=config, **options)
-
-    monkeypatch.setattr(backward_rule, "backward", small)
-
-
-@pytest.mark.crossed
-@pytest.mark.usefixtures("interpreted")
-def test_kernels_interpreted():
-    """Two devices, outside of jit, where the interpreter hangs; what travels is handed over. Rows know nothing of one
-    another, so that what each device has of one row are two rows of a call."""
-    T = 78  # two chunks on each, and as many segments
-    case = cases.Case("context kernels", T=2 * T, B=1, heads=(1, 1, 1), K=16, V=16)
-    x, expected, kernels = drawn_for_kernels(case)
-    state, dh_T = put(x.initial_state), put(x.dh_T)
-    *tokens, do = (jnp.concatenate([jnp.asarray(y)[:, :T], jnp.asarray(y)[:, T:]]) for y in (*x[:5], x.do))
-    yes = put(True)
-    borders = Borders(None, None, yes, yes, yes)
-
-    begins = jnp.concatenate([state, jnp.zeros_like(state)])
-    affine, rest = kernels.forward(Arrays(*tokens, None, begins, None, None), begins, borders)
-    (o, final), saved = rest(jnp.concatenate([state, affine.e[:1]]))
-    ends = jnp.concatenate([jnp.zeros_like(dh_T), dh_T])
-    de, rest = kernels.backward(saved, borders, do, ends)
-    gradients = rest(jnp.concatenate([de[1:], dh_T]))
-
-    got = {"o": jnp.concatenate([o[:1], o[1:]], 1), "final_state": final[1:], "dh_0": gradients[6][:1]}
-    for name, y in zip(GRADIENTS[:5], gradients, strict=False):
-        got[name] = jnp.concatenate([y[:1], y[1:]], 1)
-    check_kernels(expected, got)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_packed_kernels_interpreted():
-    """Likewise one device after the other, of sequences of which the second one crosses the border."""
-    T, lengths = 78, (20, 65, 71)
-    case = cases.Case("context kernels", T=2 * T, B=1, heads=(1, 1, 1), K=16, V=16, lengths=lengths)
-    x, expected, kernels = drawn_for_kernels(case)
-    state, dh_T = put(x.initial_state), put(x.dh_T)
-    zeros = jnp.zeros((1, *state.shape[1:]))
-    yes, no, n = put(True), put(False), put(1, "int32")
-    cu = [put(np.clip(x.cu_seqlens - d * T, 0, T), jnp.int32) for d in (0, 1)]
-    halves = [[put(y)[:, d * T : (d + 1) * T] for y in (*x[:5], x.do)] for d in (0, 1)]
-    locals_ = [Arrays(*half[:5], None, state, cu[d], None) for d, half in enumerate(halves)]
-    borders = [Borders(n, n, no, yes, no), Borders(n, n, yes, no, no)]
-
-    affine, rest = kernels.forward(locals_[0], state, borders[0])
-    crossing = affine.e
-    (o_0, final_0), saved_0 = rest(state)
-    begins = borders[1].put(state, n, zeros, yes)
-    _, rest = kernels.forward(locals_[1], begins, borders[1])
-    (o_1, final_1), saved_1 = rest(borders[1].put(state, n, crossing, yes))
-    here = np.array([1, 0, 0])[:, None, None, None]  # which sequences end on the first device
-    de, rest = kernels.backward(saved_1, borders[1], halves[1][5], dh_T * (1 - here))
-    gradients_1 = rest(dh_T * (1 - here))
-    ends = borders[0].put(dh_T * here, n, zeros, yes)
-    _, rest = kernels.backward(saved_0, borders[0], halves[0][5], ends)
-    gradients_0 = rest(borders[0].put(dh_T * here, n, de, yes))
-
-    got = {"o": jnp.concatenate([o_0, o_1], 1), "final_state": here * final_0 + (1 - here) * final_1}
-    for i, name in enumerate(GRADIENTS[:5]):
-        got[name] = jnp.concatenate([gradients_0[i], gradients_1[i]], 1)
-    got["dh_0"] = gradients_0[6] + borders[1].put(gradients_1[6], n, zeros, yes)
-    check_kernels(expected, got)
-
-
-def drawn_for_kernels(case):
-    """Inputs, the results of the oracle, and the kernels in the interpreter."""
-    x = cases.inputs(case, "bfloat16")
-    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    call = Call(use_qk_l2norm=False, state_layout="kv", scale=case.K**-0.5)
-    return x, expected, HopperPassing(call, interpret=plgpu.InterpretGPUParams())
-
-
-def check_kernels(expected, got):
-    for name, y in got.items():
-        assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
+        traced(jnp.bfloat16, implementation="mosaic_mma")
+    assert "mpmd_map" not in traced(jnp.bfloat16)

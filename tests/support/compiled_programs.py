@@ -84,6 +84,7 @@ MORE: dict[str, int] = {
     "test_other_devices.py": 70,
     "test_own_model.py": 270,
     "test_parallel_context.py": 380,
+    "test_parallel_kernels.py": 700,
     "test_parallel_lowering.py": 200,
     "test_parallel_serving.py": 480,
     "test_parallel_training.py": 500,

@@ -28,9 +28,9 @@ class Ampere(OfModules):
     called = "the kernels by mma.sync"
     gates: tuple[str, ...] = (HEADS,)
 
-    def state_passing(self, call: Call) -> StatePassing | None:
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
         """See `KernelSet`."""
-        del call
+        del call, x
 
     def forward_module(self) -> Any:
         """See `OfModules`."""

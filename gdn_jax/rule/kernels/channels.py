@@ -19,6 +19,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     named_segments,
     of_items,
 )
+from gdn_jax.rule.kernels.passing import KernelPassing
 from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Dims, Outputs, rule_dims
 
@@ -30,9 +31,52 @@ class Channels(InSegments):
     name = "mosaic_gpu"
     gates = CHANNELS, APART, ERASURES
 
-    def state_passing(self, call: Call) -> StatePassing | None:
-        """See `KernelSet`."""
-        del call
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
+        """See `KernelSet`. A derivative in plain JAX would need a forward in plain JAX, and halves of tokens come as
+        rows."""
+        return None if call.gates == ERASURES or self.reason(x) else KernelPassing(call, self)
+
+    def open_forward(self, call: Call, x: Arrays, sequence: Any, interpret: Any) -> Any:
+        """See `OpenKernels`."""
+        from pallas_kernels.forward import channel_rule
+
+        options: dict[str, Any] = dict(open_sequence=sequence, scale=call.scale, interpret=interpret)
+        return channel_rule.prepare_open(*prepared(call, x), **options)
+
+    def open_adjoints(
+        self,
+        call: Call,
+        x: Arrays,
+        residuals: Residuals,
+        cotangents: OutputCotangents,
+        entry: Any,
+        interpret: Any,
+    ) -> Any:
+        """See `OpenKernels`."""
+        from pallas_kernels.backward import channel_rule
+
+        return channel_rule.open_adjoints(
+            *prepared(call, x), residuals, cotangents, entry, interpret=interpret
+        )
+
+    def open_backward(
+        self,
+        call: Call,
+        x: Arrays,
+        residuals: Residuals,
+        cotangents: OutputCotangents,
+        adjoints: jax.Array | None,
+        interpret: Any,
+    ) -> Arrays:
+        """See `OpenKernels`."""
+        from pallas_kernels.backward import channel_rule
+
+        options: dict[str, Any] = dict(
+            config=channel_rule.Config(segments=adjoints is not None), adjoints=adjoints
+        )
+        options |= dict(scale=call.scale, interpret=interpret)
+        d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
+        return cotangents_of(call, x, d)
 
     def forward_module(self) -> Any:
         """See `OfModules`."""

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
-from gdn_jax.rule.kernels.hopper_passing import HopperPassing
 from gdn_jax.rule.kernels.kernel_set import (
     InSegments,
     OutputCotangents,
@@ -15,6 +16,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     named_segments,
     of_heads,
 )
+from gdn_jax.rule.kernels.passing import KernelPassing
 from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Outputs
 
@@ -26,9 +28,48 @@ class Hopper(InSegments):
     name = "mosaic_gpu"
     gates = (HEADS,)
 
-    def state_passing(self, call: Call) -> StatePassing | None:
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
         """See `KernelSet`."""
-        return HopperPassing(call)
+        del x
+        return KernelPassing(call, self)
+
+    def open_forward(self, call: Call, x: Arrays, sequence: Any, interpret: Any) -> Any:
+        """See `OpenKernels`."""
+        from pallas_kernels.forward import rule
+
+        options: dict[str, Any] = dict(open_sequence=sequence, scale=call.scale, interpret=interpret)
+        return rule.prepare_open(x.of_heads, **options)
+
+    def open_adjoints(
+        self,
+        call: Call,
+        x: Arrays,
+        residuals: Residuals,
+        cotangents: OutputCotangents,
+        entry: Any,
+        interpret: Any,
+    ) -> Any:
+        """See `OpenKernels`."""
+        from pallas_kernels.backward import rule
+
+        options: dict[str, Any] = dict(scale=call.scale, interpret=interpret)
+        return rule.open_adjoints(x.of_heads, residuals, cotangents, entry, **options)
+
+    def open_backward(
+        self,
+        call: Call,
+        x: Arrays,
+        residuals: Residuals,
+        cotangents: OutputCotangents,
+        adjoints: jax.Array | None,
+        interpret: Any,
+    ) -> Arrays:
+        """See `OpenKernels`."""
+        from pallas_kernels.backward import rule
+
+        options: dict[str, Any] = dict(config=rule.Config(segments=adjoints is not None), adjoints=adjoints)
+        options |= dict(scale=call.scale, interpret=interpret)
+        return of_heads(rule.backward(x.of_heads, residuals, cotangents, **options))
 
     def forward_module(self) -> Any:
         """See `OfModules`."""

@@ -39,7 +39,7 @@ class KernelSet(Protocol):
         """The kinds of gates that they take, see `Call.gates`."""
         ...
 
-    def state_passing(self, call: Call) -> StatePassing | None:
+    def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
         """One device's part of a call whose tokens are split over devices; None where they pass no states."""
         ...
 

@@ -1,12 +1,13 @@
-"""State passing by the kernels of `hopper`.
+"""State passing by the kernels of `hopper` and `channels`.
 
 The kernels cut long rows into segments anyway and find the map of states over each segment. The product of these maps
-is the map over the whole device, so that splitting tokens costs hardly more than sending the states.
+is the map over the whole device, so that splitting tokens costs little more than sending the states: a walk back over
+the segments whose cotangents reach the first token (`pallas_kernels.backward.reach`).
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +27,59 @@ class Saved(NamedTuple):
     residuals: Any
 
 
+@runtime_checkable
+class OpenKernels(Protocol):
+    """Kernels that cut sequences into segments, and what they do where a sequence goes on at another device.
+
+    q and k are as they are after the L2 norm, states are [K, V], and cu_seqlens is not known while tracing.
+    """
+
+    def open_forward(self, call: Call, x: Arrays, sequence: Int[Array, ""] | None, interpret: Any) -> Any:
+        """The forward up to where states are needed, as `pallas_kernels.forward.rule.Open`.
+
+        Args:
+          sequence: the packed one that goes on; None where every row does.
+          interpret: parameters of Pallas' interpreter, None to compile.
+        """
+        ...
+
+    def open_adjoints(
+        self, call: Call, x: Arrays, residuals: Any, cotangents: Any, entry: Any, interpret: Any
+    ) -> Any:
+        """The cotangents at both ends of segments, as of `pallas_kernels.backward.rule.open_adjoints`."""
+        ...
+
+    def open_backward(
+        self,
+        call: Call,
+        x: Arrays,
+        residuals: Any,
+        cotangents: Any,
+        adjoints: jax.Array | None,
+        interpret: Any,
+    ) -> Arrays:
+        """Cotangents of the arguments.
+
+        Args:
+          adjoints: those at the starts of segments, to walk over these; None to walk over whole sequences.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class HopperPassing:
+class KernelPassing:
     """A `StatePassing`. The kernels hold the scale of the call."""
 
     call: Call
+    kernels: OpenKernels
     interpret: Any = None
 
     def forward(
         self, x: Arrays, begins: Float[Array, "N HO K V"], borders: Any
     ) -> tuple[Affine, Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array], Saved]]]:
         """See `StatePassing`."""
-        from pallas_kernels.forward import rule
-
         q, k = self._normalized(x.q, x.k)
-        options = dict(open_sequence=borders.last, scale=self.call.scale, interpret=self.interpret)
-        opened = rule.prepare_open(x._replace(q=q, k=k).of_heads, **options)
+        opened = self.kernels.open_forward(self._plain, x._replace(q=q, k=k), borders.last, self.interpret)
         items, m_t = opened.prepared.items, opened.prepared.m_t
         assert m_t is not None
         _, end = _items_of(items, borders.last, x.k.shape[0])
@@ -59,12 +97,16 @@ class HopperPassing:
         self, saved: Saved, borders: Any, do: jax.Array, ends: jax.Array
     ) -> tuple[jax.Array, Callable[[jax.Array], tuple[Any, ...]]]:
         """See `StatePassing`."""
-        from pallas_kernels.backward import rule
+        from pallas_kernels.backward.reach import Entry
+        from pallas_kernels.backward.rule import OutputCotangents
 
         x, residuals = saved
         (q, k), through_norm = jax.vjp(self._normalized, x.q, x.k)
-        plain, options = x._replace(q=q, k=k).of_heads, dict(scale=self.call.scale, interpret=self.interpret)
-        e, at_ends = rule.open_adjoints(plain, residuals, rule.OutputCotangents(do, ends), **options)
+        known = self._plain, x._replace(q=q, k=k), residuals
+        entry = Entry(borders.first, borders.enters)
+        e, at_ends, is_cut = self.kernels.open_adjoints(
+            *known, OutputCotangents(do, ends), entry, self.interpret
+        )
         segments, rows = residuals.segments, x.k.shape[0]
         first, end = _items_of(segments.items, borders.first, rows)
         m_t = jax.tree.map(lambda x: x[first], segments.m_t).whole()
@@ -73,16 +115,22 @@ class HopperPassing:
         de = jnp.swapaxes(e[first] + jnp.where(ends_in_first, 0, over_first), -1, -2)
 
         def rest(ends: jax.Array) -> tuple[Any, ...]:
-            behind = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
-            K64, V64 = e.shape[-1], e.shape[-2]
-            behind = jnp.pad(behind, ((0, 0), (0, 0), (0, V64 - behind.shape[2]), (0, K64 - behind.shape[3])))
-            _, end = _items_of(segments.items, borders.last, rows)
-            config, cotangents = rule.Config(segments=True), rule.OutputCotangents(do, ends)
-            adjoints = e.at[end - 1].set(behind)
-            out = rule.backward(plain, residuals, cotangents, config=config, adjoints=adjoints, **options)
-            return *through_norm((out.dq, out.dk)), out.dv, out.dg, out.dbeta, None, out.dh_0
+            adjoints = None
+            if is_cut:
+                behind = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
+                widths = e.shape[-2] - behind.shape[2], e.shape[-1] - behind.shape[3]
+                _, end = _items_of(segments.items, borders.last, rows)
+                adjoints = e.at[end - 1].set(jnp.pad(behind, ((0, 0), (0, 0), *((0, n) for n in widths))))
+            cotangents = OutputCotangents(do, ends)
+            out = self.kernels.open_backward(*known, cotangents, adjoints, self.interpret)
+            return *through_norm((out.q, out.k)), *out.floats[2:]
 
         return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
+
+    @property
+    def _plain(self) -> Call:
+        """The call on q and k that are normalised."""
+        return self.call._replace(use_qk_l2norm=False)
 
     def _normalized(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q and k as the kernels take them."""
