@@ -12,15 +12,12 @@ from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec
-from tolerances import GRADIENTS, STRENGTHS, assert_close, head_axis, tolerance
+from split_rows import check, drawn, in_two_parts, names_of
 
-from gdn_jax.checks import cases, oracle
+from gdn_jax.checks import cases
 from gdn_jax.parallel import context
 from gdn_jax.parallel.borders import Borders
-from gdn_jax.rule.call import APART, CHANNELS, HEADS, Arrays, Call
-from gdn_jax.rule.kernels.channels import Channels
-from gdn_jax.rule.kernels.hopper import Hopper
-from gdn_jax.rule.kernels.passing import KernelPassing
+from gdn_jax.rule.call import Arrays
 from pallas_kernels.backward import channel_gradients_work, reach
 from pallas_kernels.backward import channel_rule as channel_backward
 from pallas_kernels.backward import gradients as gradients_kernel
@@ -120,28 +117,12 @@ def walked(monkeypatch):
 )
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_interpreted(kind, walked):
-    """Two devices, outside of jit, where the interpreter hangs; what travels is handed over. Rows know nothing of one
-    another, so that what each device has of one row are two rows of a call."""
-    T = 78  # two chunks on each, and as many segments
+    """Two devices, outside of jit, where the interpreter hangs."""
     options, is_cut = KINDS[kind]
-    case, found = cases.Case("context kernels", T=2 * T, **TINY, **options), walked(is_cut)
-    x, expected, kernels, tokens = drawn_for_kernels(case)
-    state, dh_T = put(x.initial_state), put(x.dh_T)
-    *tokens, do = (None if y is None else jnp.concatenate([y[:, :T], y[:, T:]]) for y in (*tokens, put(x.do)))
-    yes = put(True)
-    borders = Borders(None, None, yes, yes, yes)
-
-    begins = jnp.concatenate([state, jnp.zeros_like(state)])
-    affine, rest = kernels.forward(Arrays(*tokens, begins, None, None), begins, borders)
-    (o, final), saved = rest(jnp.concatenate([state, affine.e[:1]]))
-    ends = jnp.concatenate([jnp.zeros_like(dh_T), dh_T])
-    de, rest = kernels.backward(saved, borders, do, ends)
-    gradients = rest(jnp.concatenate([de[1:], dh_T]))
-
-    got = {"o": jnp.concatenate([o[:1], o[1:]], 1), "final_state": final[1:], "dh_0": gradients[6][:1]}
-    for name, y in zip(names_of(kind), gradients, strict=False):
-        got[name] = jnp.concatenate([y[:1], y[1:]], 1)
-    check_kernels(expected, got)
+    case, found = cases.Case("context kernels", T=156, **TINY, **options), walked(is_cut)
+    x, expected, kernels, tokens = drawn(case, plgpu.InterpretGPUParams())
+    got = in_two_parts(kernels, x, tokens)
+    check(expected, got)
     assert len(found) == (not is_cut)
     for segments in found:  # two of each row and an empty one
         assert np.asarray(segments)[:, 0].tolist() == [1, "faint" not in kind, "faint" not in kind] * 2
@@ -154,7 +135,7 @@ def test_packed_kernels_interpreted(kind, walked):
     T, lengths = 78, (20, 65, 71)
     options, is_cut = KINDS[kind]
     case, found = cases.Case("context kernels", T=2 * T, lengths=lengths, **TINY, **options), walked(is_cut)
-    x, expected, kernels, tokens = drawn_for_kernels(case)
+    x, expected, kernels, tokens = drawn(case, plgpu.InterpretGPUParams())
     state, dh_T = put(x.initial_state), put(x.dh_T)
     zeros = jnp.zeros((1, *state.shape[1:]))
     yes, no, n = put(True), put(False), put(1, "int32")
@@ -177,34 +158,13 @@ def test_packed_kernels_interpreted(kind, walked):
     gradients_0 = rest(borders[0].put(dh_T * here, n, de, yes))
 
     got = {"o": jnp.concatenate([o_0, o_1], 1), "final_state": here * final_0 + (1 - here) * final_1}
-    for i, name in enumerate(names_of(kind)):
+    for i, name in enumerate(names_of(case)):
         got[name] = jnp.concatenate([gradients_0[i], gradients_1[i]], 1)
     got["dh_0"] = gradients_0[6] + borders[1].put(gradients_1[6], n, zeros, yes)
-    check_kernels(expected, got)
+    check(expected, got)
     # The second sequence has a segment on the second device, an empty one after it, and enters there.
     if not is_cut:
         assert [int(segments.sum()) for segments in found] == [1 if "faint" in kind else 2, 0]
-
-
-def drawn_for_kernels(case):
-    """Inputs, the results of the oracle, the kernels in the interpreter, and the arrays of tokens of a call."""
-    x = cases.inputs(case, "bfloat16")
-    expected = oracle.evaluate(**x.arguments, **case.rule_options, do=x.do, dh_T=x.dh_T)
-    gates = HEADS if case.channel_g is None else CHANNELS if x.erase is None else APART
-    call = Call(use_qk_l2norm=False, state_layout="kv", gates=gates, scale=case.K**-0.5)
-    kernels = KernelPassing(call, Hopper() if gates == HEADS else Channels(), plgpu.InterpretGPUParams())
-    strengths = (x.erase, x.write) if gates == APART else (x.beta, None)
-    return x, expected, kernels, [None if y is None else put(y) for y in (*x[:4], *strengths)]
-
-
-def names_of(kind):
-    """Names of the gradients of arrays of tokens."""
-    return (*GRADIENTS[:4], *(STRENGTHS if kind == "apart" else GRADIENTS[4:5]))
-
-
-def check_kernels(expected, got):
-    for name, y in got.items():
-        assert_close(expected[name], np.asarray(y), tolerance(name, "bfloat16"), name, head_axis(name))
 
 
 def maps_of(growth):
