@@ -29,8 +29,8 @@ KINDS = {
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_in_two_parts(kind, is_cut, chunks, monkeypatch):
-    """Outputs, final states and gradients against float64; chains whole and in segments, of a length that is chosen and
-    of two chunks."""
+    """Outputs, final states and gradients against float64; chains whole and in segments, of two chunks and as long as
+    is chosen."""
     for module in (rule, channel_rule) if chunks else ():
         config = module.Config(segment_chunks=chunks)
         monkeypatch.setattr(module, "prepare_open", functools.partial(module.prepare_open, config=config))
