@@ -7,7 +7,8 @@ It is the walk of `forward.walk` on what `chunks.pairs` made: with the state tra
 
 Tiles of keys hold the decays, so nothing is left to be made beside the chain of products: there is no helper, only a
 loader. In packed rows the state warpgroups mask values and write strengths of other sequences where they read them;
-the other tiles are those of a visit.
+the other tiles are those of a visit. Where tokens are two rows (`work.halves`), v, qg, P and O are those of second
+halves, 32 of a chunk, and V^T is 0 in the columns of first ones.
 
 Tiles are freed at two places of a step, so there are two rings of stages: the early one (kg, qg, v, T, gl, beta) is
 read until W is there, the late one (kr, P) by the last products.

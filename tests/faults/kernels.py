@@ -204,6 +204,18 @@ FAULTS = (
         "tests/kernels/test_kernels_channels_backward.py::test_gradients[segment ids]",
     ),
     Fault(
+        "the halves of a token that are read are those that erase",
+        "return block_rows.half_of(own.dev, x, 1) if own.sizes.halves else x",
+        "return block_rows.half_of(own.dev, x, 0) if own.sizes.halves else x",
+        "tests/kernels/test_kernels_halves.py::test_pairs",
+    ),
+    Fault(
+        "the half of a token that writes decays, too",
+        "g2, alpha = masks.of_first(g2, 0.0), functools.partial(masks.of_first, alpha(), 1.0)",
+        "g2, alpha = block_rows.joined(dev, g2, g2), functools.partial(block_rows.joined, dev, alpha(), alpha())",
+        "tests/kernels/test_kernels_halves.py::test_pairs",
+    ),
+    Fault(
         "the cotangent of a state [V, K] is cut as one of [K, V]",
         "if x.initial_state is not None and walked.dh_0 is not None:\n"
         "        shape = (K, V) if static.kv_layout else (V, K)",
