@@ -17,8 +17,8 @@ the values. The tiles hold the decays, so there is no helper, only a loader, and
 | late  | kr                    | kg, qg                 |
 
 do is read into registers once, and so its stage is free before the last products. In packed rows values, cotangents
-of outputs and write strengths of other sequences are replaced there; all other tiles are those of a visit. Tokens that
-are two rows are as in `forward.channel_walk`, and do has second halves alone, dV both.
+of outputs and write strengths of other sequences are replaced there; all other tiles are those of a visit. Tokens
+that are two rows are as in `forward.channel_walk`; do has second halves alone, dV both.
 
 | barrier       | arrives                                | waits                                    |
 |---------------|----------------------------------------|------------------------------------------|

@@ -135,9 +135,9 @@ def gradients_of_step(own: Any, at: Any, masks: Masks, sums: Sums, ends, product
         # What is written to the state is most of dg where its cotangent is large: it is not rounded to 8 bits.
         dg = add_gates(dev, dg, x, gates.at[4 + n] if n < 4 else None, totals.at[n], parts=2 if n == 3 else 1)
     dev.commit()
-    dg = dg + gates_of_blocks(totals, gl)
+    decays, dg = _gates(own, at) > RESET_G2, dg + gates_of_blocks(totals, gl)
     if masks.halves:
         first, second = (functools.partial(block_rows.half_of, dev, n=n) for n in range(2))
         dq, dk, de, dg = second(dq), second(dk), first(dk), first(dg)
-    dg = jnp.where(_gates(own, at) > RESET_G2, dg, 0.0)
+    dg = jnp.where(decays, dg, 0.0)
     return dict(q=dq, k=dk, e=de, g=dg), written
