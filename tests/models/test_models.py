@@ -207,7 +207,7 @@ def test_initialisers():
 
 @pytest.mark.slow
 def test_weights_of_a_block_depend_on_the_seed_and_its_place_alone():
-    """A deeper model begins with the weights of a shallow one; blocks differ; the seed may be traced."""
+    """A deeper model begins with the weights of a shallow one; blocks differ; the seed may be traced, or known."""
 
     def params(seed, num_layers):
         init = nnx.initializers.normal(1.0)  # the default divides by the depth
@@ -220,6 +220,8 @@ def test_weights_of_a_block_depend_on_the_seed_and_its_place_alone():
     jax.tree.map(np.testing.assert_array_equal, shallow, deep)
     traced = jax.device_get(jax.jit(lambda seed: params(seed, 2))(0))
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), shallow, traced)
+    known = jax.device_get(params(0, 2))  # by a program of a block, which all blocks share
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), shallow, known)
     first, second = shallow["blocks"][0], shallow["blocks"][1]
     for path, same in jax.tree_util.tree_leaves_with_path(
         jax.tree.map(lambda a, b: np.mean(a == b), first, second)

@@ -21,6 +21,7 @@ from gdn_jax.training import memory, steps, trainer
 from gdn_jax.training import options as options_lib
 from gdn_jax.training.tasks.batch import Batch
 from gdn_jax.training.tasks.next_byte import TextOptions
+from gdn_jax.training.tasks.table import make_task
 
 # --- the step
 
@@ -163,6 +164,16 @@ def test_least_memory_is_that_of_the_arrays():
     o = options_lib.ModelOptions(hidden_size=8, num_layers=3, num_heads=1, head_dim=4)
     weights = 16 * memory.fewest_parameters(o, 10)
     assert memory.least(o, 10, 6, 2, 5) == weights + 12 * 6 * 5 + 2 * 5 * 2 * 3 * 8
+
+
+def test_a_step_takes_the_program_that_was_begun_with_the_weights(tmp_path):
+    """It is compiled while they are made, and no second time."""
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
+    options = dataclasses.replace(tiny_options(), task=TextOptions(data=tmp_path, length=16, val_bytes=64))
+    made = trainer.Trainer.make(options, make_task(options.task, 4, 0))
+    made.functions = None  # whose `train` would compile it again
+    _, metrics = made._train(made.state, 1)
+    assert np.isfinite(metrics.loss)
 
 
 def test_gradients_are_clipped():
