@@ -12,6 +12,8 @@ OURS = (
     "differs. EDA has 2 to 4 % more parameters, in the projections to its erase key and its strength. Decays begin ten times "
     "slower than usual, writes and erasures at a strength of 0.5."
 )
+RATE, FIRST = 0.003, 3
+"""The rate at which all rules had the lowest loss with the first three seeds. Eight seeds were added at it: they are the test."""
 
 ERASURE = (
     Claim(
@@ -24,11 +26,11 @@ ERASURE = (
         comparisons={
             "kda": Comparison(
                 "KDA against EDA, 32 pairs",
-                Arm("recall/erasure/once", "kda"), Arm("recall/erasure/once", "eda"), 32, every_seed=True,
+                Arm("recall/erasure/once*", "kda", lr=RATE), Arm("recall/erasure/once*", "eda", lr=RATE), 32, every_seed=True, first=FIRST,
             ),
             "gate": Comparison(
                 "KDA with EDA's gate against EDA, 32 pairs",
-                Arm("recall/erasure/once", "kda_exponential"), Arm("recall/erasure/once", "eda"), 32, every_seed=True,
+                Arm("recall/erasure/once*", "kda_exponential", lr=RATE), Arm("recall/erasure/once*", "eda", lr=RATE), 32, every_seed=True, first=FIRST,
             ),
         },
         task="recall",
@@ -45,11 +47,11 @@ ERASURE = (
         comparisons={
             "scope_kda": Comparison(
                 "EDA against KDA, scope, 384 tokens, twice the training length",
-                Arm("recall/erasure/scope", "eda"), Arm("recall/erasure/scope", "kda"), 384, every_seed=True,
+                Arm("recall/erasure/scope*", "eda", lr=RATE), Arm("recall/erasure/scope*", "kda", lr=RATE), 384, every_seed=True, first=FIRST,
             ),
             "scope_gate": Comparison(
                 "EDA against KDA with EDA's gate, scope, 384 tokens, twice the training length",
-                Arm("recall/erasure/scope", "eda"), Arm("recall/erasure/scope", "kda_exponential"), 384, every_seed=True,
+                Arm("recall/erasure/scope*", "eda", lr=RATE), Arm("recall/erasure/scope*", "kda_exponential", lr=RATE), 384, every_seed=True, first=FIRST,
             ),
             "eviction_kda": Comparison(
                 "EDA against KDA, eviction, 256 tokens, twice the training length",
