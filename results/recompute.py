@@ -248,7 +248,7 @@ def of_findings() -> Checks:
         if head[0] == "trained up to":
             for row in rows:
                 yield from of_further(head, row)
-        if head[0] == "order of questions":
+        if head[1] == "order of questions":
             for row in rows:
                 yield from of_orders(*row)
         if head[0] in ("change", "in front"):
@@ -280,6 +280,7 @@ def of_findings() -> Checks:
 
 ERASURES = {
     "recall, 32 pairs": ("recall/erasure/once", "32"),
+    "recall, 32 pairs, seeds 10 to 17": ("recall/erasure/once_more", "32"),
     "scope, 384 tokens": ("recall/erasure/scope", "384"),
     "eviction, 256 tokens": ("recall/erasure/eviction", "256"),
     "text, validation": ("text/30m/erasure", "validation"),
@@ -326,9 +327,11 @@ def of_halves(half: str, where: str, *cells: str) -> Checks:
 
 PLACES = {
     "two": ("two*", 2),
-    "two, keys of 32": ("keys_32", 1),
-    "two, keys of 128": ("keys_128*", 4),
     "one": ("one*", 2),
+    "two, keys of 32": ("sizes_two*", 1),
+    "one, keys of 32": ("sizes_one*", 1),
+    "two, keys of 128": ("sizes_two*", 4),
+    "one, keys of 128": ("sizes_one*", 4),
 }
 """Sweeps of recall/place and their scale, by the first cell of a row."""
 
@@ -382,19 +385,17 @@ def of_further(head: list[str], row: list[str]) -> Checks:
             yield where, said, value
 
 
-def of_two_mixers(sweep: str) -> list[dict]:
-    """The runs of Gated DeltaNet of a sweep of recall/place, at its lower rate."""
-    return [run for run in runs_of(f"recall/place/{sweep}", "gated_delta_net", 2) if run["lr"] == 0.0032]
+def of_two_mixers(sweep: str, mixer: str = "gated_delta_net") -> list[dict]:
+    """The runs of a rule of a sweep of recall/place, at its lower rate."""
+    return [run for run in runs_of(f"recall/place/{sweep}", mixer, 2) if run["lr"] == 0.0032]
 
 
-def of_orders(order: str, seed: str, *cells: str) -> Checks:
+def of_orders(rule: str, order: str, seed: str, *cells: str) -> Checks:
     """A row of the table of models whose questions came in random order."""
-    where = f"README.md, finding 1, {order} order of questions, seed {seed}"
-    [run] = [
-        run
-        for run in of_two_mixers("shuffled_gated" if order == "random" else "two")
-        if run["seed"] == int(seed)
-    ]
+    where = f"README.md, finding 1, {rule}, {order} order of questions, seed {seed}"
+    shuffled = {"Gated DeltaNet": "shuffled_gated", "DeltaNet": "shuffled_delta"}[rule]
+    sweep = shuffled if order == "random" else "two"
+    [run] = [run for run in of_two_mixers(sweep, NAMES[rule]) if run["seed"] == int(seed)]
     for size, cell in zip(("64", "128", "256"), cells, strict=False):
         yield f"{where}, of {size}", cell, int(size) * run["test_accuracy"][size]
     for by, cell in zip(("place", "order"), cells[3:], strict=True):

@@ -11,7 +11,7 @@ from gdn_jax.styles import BLUE, GREEN, GREY, ORANGE, SKY, VERMILION
 from gdn_jax.sweeps import figure
 from gdn_jax.sweeps.figure import Panel
 from gdn_jax.sweeps.report import stored_options, trained_size
-from results.pages import erasures, first_mixer, further, starts
+from results.pages import erasures, first_mixer, further, places, starts
 from results.pages.numbers import Numbers
 from results.pages.starts import ONE_SEED, plain
 from results.pages.stored import Arm
@@ -112,7 +112,7 @@ def random_order(r: Numbers, path: Path) -> None:
     """Accuracy by place as written and as asked, of models that are trained with questions in two orders."""
     kinds = [
         ("two", "questions in Zoology's order", dict(color=BLUE)),
-        ("shuffled_gated", "questions in random order, in training and in the test", dict(color=ORANGE, ls="--")),
+        ("shuffled_*", "questions in random order, in training and in the test", dict(color=ORANGE, ls="--")),
     ]  # fmt: skip
     panels = [
         ("128 pairs, by place", further.AS_WRITTEN, "128", kinds),
@@ -123,33 +123,43 @@ def random_order(r: Numbers, path: Path) -> None:
         r,
         path,
         panels,
-        "Trained with questions in random order, models stop too; two of three store again later",
+        "Trained with questions in random order, models stop too; two of Gated DeltaNet store again later",
+        (*further.ORDERS,),
     )
 
 
 def _by_eighth(
-    r: Numbers, path: Path, panels: list[tuple[str, str, str, list[tuple[str, str, dict]]]], title: str
+    r: Numbers,
+    path: Path,
+    panels: list[tuple[str, str, str, list[tuple[str, str, dict]]]],
+    title: str,
+    rules: tuple[str, ...] = ("gated_delta_net",),
 ) -> None:
-    """Panels of accuracy by eighth: a title, whether as written or as asked, a size, and sweeps with their looks."""
-    drawn = Figure(figsize=(10.2, 4.2), dpi=200, layout="constrained")
-    grid = drawn.subplots(1, len(panels), sharey=True)
+    """Panels of accuracy by eighth: a title, whether as written or as asked, a size, and sweeps with their looks.
+
+    A line of panels is a rule.
+    """
+    drawn = Figure(figsize=(10.2, 1.2 + 3.0 * len(rules)), dpi=200, layout="constrained")
+    grid = drawn.subplots(len(rules), len(panels), sharex=True, sharey=True, squeeze=False)
     labels = {}
-    for axes, (name, by, size, kinds) in zip(grid, panels, strict=True):
-        for sweep, label, look in kinds:
-            for line, marker, filled in zip(
-                further.models(r, sweep), "os^", ("none", "full", "full"), strict=True
-            ):
-                part = further.eighths(line, size, by)
-                [labels[label]] = axes.plot(
-                    range(1, 9), part, marker=marker, fillstyle=filled, ms=6, lw=1.3, **look
-                )
-        axes.set_title(name, fontsize=9.5)
-        axes.set_xticks(range(1, 9))
-        what = "pairs, as written" if by == further.AS_WRITTEN else "questions, as asked"
-        axes.set_xlabel(f"eighth of the {what}")
-        plain(axes)
-    grid[0].set_ylabel("recalled, %")
-    caption = f"Gated DeltaNet, two mixers, keys of 64 numbers, learning rate 0.0032, three seeds. {ONE_SEED}"
+    for rule, line_of_panels in zip(rules, grid, strict=True):
+        for axes, (name, by, size, kinds) in zip(line_of_panels, panels, strict=True):
+            for sweep, label, look in kinds:
+                for line, marker, filled in zip(
+                    further.models(r, sweep, rule), "os^", ("none", "full", "full"), strict=True
+                ):
+                    part = further.eighths(line, size, by)
+                    [labels[label]] = axes.plot(
+                        range(1, 9), part, marker=marker, fillstyle=filled, ms=6, lw=1.3, **look
+                    )
+            axes.set_title(f"{further.NAMES[rule]}, {name}" if len(rules) > 1 else name, fontsize=9.5)
+            axes.set_xticks(range(1, 9))
+            what = "pairs, as written" if by == further.AS_WRITTEN else "questions, as asked"
+            axes.set_xlabel(f"eighth of the {what}")
+            plain(axes)
+        line_of_panels[0].set_ylabel("recalled, %")
+    named = " and ".join(further.NAMES[rule] for rule in rules)
+    caption = f"{named}, two mixers, keys of 64 numbers, learning rate 0.0032, three seeds. {ONE_SEED}"
     handles = [Line2D([], [], color=x.get_color(), ls=x.get_linestyle()) for x in labels.values()]
     drawn.legend(
         handles, labels, loc="outside lower center", ncols=2, fontsize=9, title=caption, title_fontsize=8.5
@@ -323,6 +333,7 @@ def rates(r: Numbers, path: Path) -> None:
 DRAWN: dict[str, Callable[[Numbers, Path], None]] = {
     "figures/mqar.png": mqar,
     "figures/place.png": place,
+    "figures/place_keys.png": places.draw_other_keys,
     "figures/more_pairs.png": more_pairs,
     "figures/random_order.png": random_order,
     "figures/first_mixer.png": changed_mixers,
