@@ -126,7 +126,8 @@ def without_runs(r: Numbers) -> list[str]:
         cut short, and of `configs/text_passed_rows.full.json` Mamba2's decay. Of
         `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
         `configs/recall_mqar_place_*.full.json` neither the higher rate of linear attention with one mixer nor, with
-        two, that of linear attention and of Mamba2's decay: these were cut short. Of the
+        two, that of linear attention and of Mamba2's decay, nor one mixer with keys of 32 and 128, and of Mamba2's decay with two
+        mixers keys of 128: these were cut short. Of the
         five seeds of `configs/text_controls.full.json` all were run of the Transformer and of the hybrid
         without attention, {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid. Of
         the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated
@@ -172,6 +173,7 @@ def how_they_were_run(r: Numbers) -> list[str]:
         | `438d009` | `2026-11-28`, four H200s of one machine (driver `580.159.04`), a card for each of four groups: `recall/place/far`; `recall/room` next to `recall/eps`; `recall/apart_high`, two processes of eight seeds one after the other (its command makes them in one); `recall/place/shuffled_gated`, then `recall/place/one_linear`. |
         | `b436478` | The afternoon of that day, four H200s, the same driver. |
         | `f3012fe` | The evening of that day, two H200s, the same driver, next to tests: the last four seeds of `recall/apart`; `recall/start/linear_again` in two halves of eight seeds (its command makes them in one); seeds 1 and 2 of linear attention and of Mamba2's decay in `text/rows/own`, linear attention in `text/rows/passed`; `text/30m/erasure`; EDA in `recall/erasure`, and KDA with EDA's gate in `recall/erasure/once` (the other rules there are of `b436478`). |
+        | `b353406` | `2026-11-29`, two H200s of one machine (driver `580.159.04`), five processes on one card and four on the other, next to the tests for a GPU and other programs: `recall/place/sizes_two_32` and `recall/place/sizes_two_128` (the two scales of one command), `recall/place/shuffled_delta`, new seeds in `recall/erasure`. Do not compare these seconds. |
         | interventions of finding 1 | `python -m results.kept_models`, on the weights of `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository), and `python -m results.first_mixer`, both on two cores of a CPU. Their files have the versions. |
         | no longer shown | Seven sweeps older than `058cf94`, which changed the weights that a seed draws: parity up to 512 bits and its first version for a CPU, needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One of short words of S3 showed nothing. They are in the history until `3b9abca`; no claim of these pages rests on them. |
         """),
