@@ -237,7 +237,8 @@ def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
         decode(True)
         assert interpreted == {"attention_rows": 1}
         heads = dict(cached_heads=1) if kind is Attention else {}
-        single = decode(False, (AttentionRows if heads else LatentRows)(nnx.clone(mixer)))
+        rows = nnx.jit(AttentionRows if heads else LatentRows)(nnx.clone(mixer))
+        single = decode(False, rows)
     assert interpreted == heads | {"attention_rows": 2}
     close(want, single[0], "y", 6, dtype="bfloat16")
     for a, b in zip(pools, single[1], strict=True):
