@@ -302,6 +302,12 @@ FAULTS = (
         "tests/kernels/test_dense_stream_eight_bits.py::test_codes_and_their_scales",
     ),
     Fault(
+        "the parts of attention of a row are added up without their maxima",
+        "factors = [jnp.exp2(y - most) for y in largest]",
+        "factors = [jnp.exp2(0 * (y - most)) for y in largest]",
+        "tests/kernels/test_layer_kernels_rows.py::test_products_of_attended_heads",
+    ),
+    Fault(
         "rows of a CTA in a second block of codes have the scales of the first",
         "return lax.div(row, jnp.int32(BLOCK)) - lax.div(grid_index() * self.rows, jnp.int32(BLOCK))",
         "return 0 * row",

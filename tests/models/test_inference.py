@@ -16,6 +16,7 @@ from gdn_jax.models import LanguageModel, generate
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.config import ExpertsConfig, LatentAttentionConfig
 from gdn_jax.models.inference import program
+from gdn_jax.models.inference.dense import DenseRows
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.inference.projections import BlockGroup, ProjectionGroup
 from gdn_jax.models.inference.recurrent import HeadRows
@@ -171,3 +172,21 @@ def test_no_step_of_generation_rounds_a_weight(config):
 
     whole = jax.make_jaxpr(lambda tokens: generate(model, tokens, 3))(jax.device_put(ROW)).jaxpr
     assert rounded([whole]) and not rounded(loops(whole))
+
+
+def test_products_in_parts():
+    """Few rows: parts of a product add up to it, and the norm that follows adds them to the stream."""
+    mlp = SwiGLU(32, 128, rngs=nnx.Rngs(0), implementation="chunked")
+    norm = RMSNorm(32, implementation="chunked")
+
+    @jax.jit
+    def both(x, more):
+        y, parts = (DenseRows(mlp, in_parts)(x) for in_parts in (False, True))
+        return y, parts, norm.add(x, y), norm.add(x, parts), DenseRows(mlp, True)(more)
+
+    x = np.random.default_rng(0).normal(size=(3, 1, 32)).astype(np.float32)
+    y, parts, want, got, whole = both(x, np.repeat(x, 2, axis=1))
+    assert parts.shape == (8 * 3, 1, 32)
+    for expected, found in zip((y, *want), (parts.reshape(8, 3, 1, 32).sum(0), *got), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(whole, np.repeat(y, 2, axis=1), rtol=1e-5, atol=1e-6)
