@@ -166,7 +166,7 @@ def other_keys(r: Numbers) -> list[str]:
         *What would refute it.* Keys of 32 with more steps that know 64 pairs and recall later ones as well.
 
         *What is missing.* One mixer with these keys, Mamba2's decay with keys of 128, and keys of 32 with 22,500 steps: these were
-        not run, or cut short.
+        not run, cut short, or lost before anybody had seen a number of them. What was fixed holds for them.
         """),
     ]
 

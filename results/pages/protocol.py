@@ -127,7 +127,10 @@ def without_runs(r: Numbers) -> list[str]:
         `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
         `configs/recall_mqar_place_*.full.json` neither the higher rate of linear attention with one mixer nor, with
         two, that of linear attention and of Mamba2's decay, nor one mixer with keys of 32 and 128, and of Mamba2's decay with two
-        mixers keys of 128: these were cut short. Of the
+        mixers keys of 128: these were cut short. One mixer with these
+        keys is `gdn sweep recall --config results/configs/recall_mqar_place_one.full.json --scales 4 1 --lrs 0.01 --first-seed 10
+        --together 3 --steps 6000 --curve-every 1000`, and the next seeds of EDA in recall are `gdn sweep recall --config
+        results/configs/recall_erasure.full.json --lrs 0.003 --first-seed 18 --seeds 16 --together 16`. Of the
         five seeds of `configs/text_controls.full.json` all were run of the Transformer and of the hybrid
         without attention, {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid. Of
         the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated
