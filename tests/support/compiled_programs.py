@@ -41,7 +41,7 @@ MORE: dict[str, int] = {
     "test_guides.py": 360,
     "test_hf_commands.py": 160,
     "test_hf_latent.py": 400,
-    "test_inference.py": 95,
+    "test_inference.py": 103,
     "test_isolation.py": 280,
     "test_kernels.py": 220,
     "test_kernels_ampere.py": 280,
