@@ -78,7 +78,7 @@ class GenerateBenchmark(Benchmark):
     drafts: Annotated[int, NotNegative] = 0
     """Guesses in a pass of one more line for each batch and context; 0: no such lines."""
     draft_vocab: Annotated[int | None, Positive] = None
-    """Guesses are among the first so many words of the vocabulary; None: among all."""
+    """Guesses are among this number of first words of the vocabulary; None: among all."""
     acceptance: Annotated[float, Fraction] = 0.8
     """Probability that a guess is right, where all before it are."""
     largest_cache: Annotated[float, Positive] = 120.0

@@ -55,8 +55,8 @@ class GenerateOptions:
     num_drafts: Annotated[int, Range("1 to 32", lambda x: 1 <= x <= 32)] = 3
     """Drafts in a pass, with --drafts."""
     draft_vocab: Annotated[int | None, Positive] = None
-    """Drafts are among the first so many tokens of the vocabulary, with --drafts: each reads fewer bytes, and fewer
-    are right. None: among all."""
+    """Drafts are among this number of first tokens of the vocabulary, with --drafts: each reads fewer bytes, and
+    fewer are right. None: among all."""
     seed: Annotated[int, Seed] = 0
     """Seed of the sampling."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -96,7 +96,7 @@ def decode_with_drafts(
       cache: after the prompt, with room for num_tokens + num_drafts more tokens in its `FixedAttentionCache`s.
       num_tokens: new tokens, the first one counted.
       num_drafts: tokens that are guessed in a round.
-      draft_vocab: guesses are among the first so many tokens of the vocabulary; None: among all.
+      draft_vocab: guesses are among this number of first tokens of the vocabulary; None: among all.
       choose: the tokens from logits.
       stops: tokens that end a row, which repeats them; None: rows do not end.
       tell: is called with the first token, then with the tokens of each round; None: no calls.

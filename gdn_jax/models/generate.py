@@ -78,9 +78,9 @@ def generate(
         Greedy tokens stay the same, except for ties within rounding. Sampled tokens have the same probabilities, but
         are not the same tokens as without drafts. None: no drafts.
       num_drafts: drafts in a pass, 1 or more.
-      draft_vocab: drafts are among the first so many tokens of the vocabulary, 1 to vocab_size, whose rows of the
-        output projection each draft reads; a tokenizer by merges has the most frequent tokens first. Tokens are those
-        of drafts among all, but fewer drafts are right where the model writes other tokens. None: all.
+      draft_vocab: drafts are among this number of first tokens of the vocabulary, 1 to vocab_size, whose rows of the
+        output projection each draft reads; a tokenizer by merges has the most frequent tokens first. Tokens stay
+        as with drafts among all, but fewer drafts are right where the model writes other tokens. None: all.
 
     Returns:
       The new tokens [B, num_tokens], in the prompt's dtype.

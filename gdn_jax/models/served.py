@@ -33,9 +33,9 @@ class ServedModel:
     A token is -1 where its logits are NaN: after NaN in a slot, and where a request has more tokens than the pools'
     capacity. `Server.submit` refuses such a request, and with `gdn_jax.debug_checks` every call does.
 
-    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are those
-    of `for_inference(model)`: 16-bit models read 16-bit weights; and for `decode` those of `for_decoding`, as in the
-    loop of `generate`. On a GPU these are copies of the projections' weights.
+    `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are the
+    weights of `for_inference(model)`, 16 bits in 16-bit models, and for `decode` the weights of `for_decoding`, as in
+    the loop of `generate`. On a GPU these are copies of the projections' weights.
 
     Args:
       model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token,
@@ -45,7 +45,7 @@ class ServedModel:
         newest token of each request: it gives a `serving.Chain`. The tokens are the same, but for ties within
         rounding. None: there are none.
       num_drafts: guesses in a step, 1 or more.
-      draft_vocab: guesses are among the first so many tokens of the vocabulary, see `generate`; None: among all.
+      draft_vocab: guesses are among this number of first tokens of the vocabulary, see `generate`; None: among all.
       max_batch: most requests of a `decode`, if known. 1: the weights lie as the kernels of a single row read them,
         and in pools of one slot `decode` is a token of `generate`; such a slot has no padding.
 

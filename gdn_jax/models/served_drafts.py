@@ -102,7 +102,7 @@ class HeadDrafts:
     Args:
       model: the model, with the head.
       number: drafts of a step.
-      words: they are among the first so many tokens of the vocabulary; None: among all.
+      words: drafts are among this number of first tokens of the vocabulary; None: among all.
       kind: of the head's attention.
     """
 

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     """Slots that the token sees, the first ones: fewer than 1 count as 1, and more than S as S. None: those up to its
     position."""
     row: Int[Array, " B"] | None = None
-    """Row of the cache, which is a pool then; None: that of the same number."""
+    """Row of the cache, which is a pool then; None: the row of the same number."""
 
 
 def takes(

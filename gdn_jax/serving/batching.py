@@ -72,8 +72,8 @@ class Server:
       prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
       most_tokens: most tokens of a request in a step, not for chains. Where no prompt is left to read, and no request
-        that waits could start earlier, a step is so many tokens of every request by one program: the host has less to
-        do, and tells tokens, and starts new requests, later.
+        that waits could start earlier, a step is this number of tokens of every request by one program: the host has
+        less to do, and tells tokens, and starts new requests, later.
 
     Raises:
       ValueError: a number does not fit.

@@ -106,7 +106,7 @@ def levels_of_step(own: Any, at: Any, masks: Masks) -> tuple[Sums, jax.Array, ja
 
 
 def _of_halves(masks: Masks, sums: Sums) -> Sums:
-    """The sums without those of queries that first halves lack, which then are not computed."""
+    """The sums that are needed: first halves have no queries, so their sums are not computed."""
     return sums._replace(dq=jnp.where(masks.bits[0], sums.dq, 0.0)) if masks.halves else sums
 
 

@@ -267,7 +267,7 @@ def _matrices(own: _Warpgroup, masks: Masks, erased: Sums, read: Sums, same) -> 
 
 
 def _read(own: _Warpgroup, x: jax.Array) -> jax.Array:
-    """The rows of x that are read: those of second halves, where tokens are two."""
+    """The rows of x that are read: second halves, where tokens are two rows."""
     return block_rows.half_of(own.dev, x, 1) if own.sizes.halves else x
 
 

@@ -290,7 +290,7 @@ def _widen(shape: tuple[int, int], layout: Any):
 
 @functools.cache
 def _sum_of_threads_rows(columns: int, layout: Any, summed: Any):
-    """The operation for arrays with so many columns."""
+    """The operation for arrays with this number of columns."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((4, columns), jnp.dtype(jnp.float32), summed)

@@ -181,7 +181,7 @@ def _exchanged(shape: tuple[int, int], distance: int, of_first: bool = False):
 
 @functools.cache
 def _second_half(columns: int):
-    """The operation for arrays with so many columns."""
+    """The operation for arrays with this number of columns."""
     struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.int32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(), return_type=struct)
@@ -196,7 +196,7 @@ def _second_half(columns: int):
 
 @functools.cache
 def _token_bit(columns: int, n: int):
-    """The operation for arrays with so many columns."""
+    """The operation for arrays with this number of columns."""
     struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.int32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(), return_type=struct)
@@ -211,7 +211,7 @@ def _token_bit(columns: int, n: int):
 
 @functools.cache
 def _half_of(columns: int, dtype: Any, n: int):
-    """The operation for arrays with so many columns."""
+    """The operation for arrays with this number of columns."""
     struct = plgpu.ShapeDtypeStruct((CHUNK // 2, columns), jnp.dtype(dtype), HALF)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=struct)
@@ -223,7 +223,7 @@ def _half_of(columns: int, dtype: Any, n: int):
 
 @functools.cache
 def _joined(columns: int):
-    """The operation whose results have so many columns."""
+    """The operation whose results have this number of columns."""
     struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.float32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(HALF, HALF), return_type=struct)
@@ -282,7 +282,7 @@ def _store_first_rows(shape: tuple[int, int]):
 
 @functools.cache
 def _block_decays(columns: int):
-    """The operation for arrays with so many columns."""
+    """The operation for arrays with this number of columns."""
     struct = plgpu.ShapeDtypeStruct((CHUNK, columns), jnp.dtype(jnp.float32), WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(struct,) * 4)

@@ -117,7 +117,7 @@ def forward(
 def _chosen(
     config: Config, dims: Dims, packed: bool, known: Any, is_open: bool = False
 ) -> tuple[Config, int | None]:
-    """The configuration, with that of outputs, and the chunks of a segment."""
+    """The configurations of the walk and of the outputs, and the chunks of a segment."""
     K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     warpgroups, segment_chunks = choose_split(
         dims,
@@ -271,7 +271,7 @@ def prepare_open(
 ) -> Open:
     """The forward of rows that go on elsewhere, up to where initial states are needed.
 
-    Args: those of `forward`, without the L2 norm.
+    Args: as for `forward`, without the L2 norm.
       x: its initial states and segments are not read; cu_seqlens is not known while tracing.
       open_sequence: the packed sequence that goes on.
     """

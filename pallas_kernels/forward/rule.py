@@ -301,7 +301,7 @@ def prepare_open(
 ) -> Open:
     """The forward of rows that go on elsewhere, up to where initial states are needed.
 
-    Args: those of `forward`, without the L2 norm.
+    Args: as for `forward`, without the L2 norm.
       x: its initial states and segments are not read; cu_seqlens is not known while tracing.
       open_sequence: the packed sequence that goes on.
     """

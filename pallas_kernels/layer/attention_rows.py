@@ -333,7 +333,7 @@ def attention_rows(
 ) -> Float[Array, "B N G V"]:
     """`attention_parts`, added up, in the queries' dtype.
 
-    Args: those of `attention_parts`.
+    Args: as for `attention_parts`.
     """
     static = config or Config.of(queries, cache), (scale, more), interpret
     return compiled(_added_up, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
@@ -363,7 +363,7 @@ def attention_parts(
       length: tokens of each row, with `more` at least 1; more than there are slots count as all slots.
       rows: rows of the cache, of which there may be others; None: the first one for the first queries, and so on.
       scale: factor of the scores.
-      more: tokens of every row beside its length.
+      more: tokens of every row after its length.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """

@@ -147,7 +147,7 @@ class Attended:
 
     @staticmethod
     def check_supported(H: int, V: int, channels: int, D: int) -> str | None:
-        """Why H heads of V, their gates among so many channels, and rows of D cannot be taken; None if they can."""
+        """Why H heads of V, gates among this number of channels, and rows of D cannot be taken; None if they can."""
         if V not in (64, 128, 256) or channels % V or D != H * V or D > MOST_NUMBERS:
             return f"{H} heads of {V}, {channels} channels, rows of {D}; the kernel takes heads of 64, 128 or 256"
         return None

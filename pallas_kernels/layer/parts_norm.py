@@ -44,7 +44,7 @@ REDUCTION_BYTES = 16
 
 
 def check_supported(x: jax.ShapeDtypeStruct | jax.Array, parts: int) -> str | None:
-    """Why the kernel cannot take a stream [.., D] and so many parts; None if it can."""
+    """Why the kernel cannot take a stream [.., D] and this number of parts; None if it can."""
     D, dtypes = x.shape[-1], (jnp.float32, jnp.bfloat16, jnp.float16)
     if x.dtype not in dtypes or D % (WARPS * LINE) or not 0 < D <= r.WIDEST:
         of = f"multiples of {WARPS * LINE} up to {r.WIDEST}"

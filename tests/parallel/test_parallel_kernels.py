@@ -177,7 +177,7 @@ def maps_of(growth):
 
 @pytest.mark.parametrize("name", ["rows", "packed"])
 def test_segments_that_are_too_faint(name):
-    """The maps of last segments are no numbers, and those of other sequences do not count."""
+    """The maps of last segments are no numbers, and the maps of other sequences do not count."""
     growth = np.array([[-20, 0, -90], [-30, 0, 0], [-23, 1, 0], [-5, 0, 0], [np.nan] * 3], float)
     expected = [
         [1, 1, 1],

@@ -56,7 +56,7 @@ def test_several_tokens_in_a_step_are_those_of_one(max_batch, slots):
 
 
 def test_a_request_alone_gets_what_generate_gives():
-    """Its slot is the cache of a row, and its weights lie as those of a row."""
+    """Its slot is the cache of a row, and its weights lie as kernels of a row read them."""
     want = [np.asarray(generate(model(), put(prompt[None]), n))[0].tolist() for prompt, n in requests()]
     got = answers(1, 1, 1)
     # Both read prompts by programs of their own, which round in other places: near ties may differ.

@@ -117,7 +117,7 @@ def for_decoding(model: LanguageModel, rows: int, *, in_parts: bool = False) -> 
 def for_drafting(model: LanguageModel, rows: int) -> LanguageModel:
     """A copy whose head for multi-token prediction is for single tokens, as `for_decoding` makes the blocks.
 
-    Args: those of `for_decoding`.
+    Args: as for `for_decoding`.
     """
     if not usable(model.config.implementation, SMALL):
         return model

@@ -172,7 +172,7 @@ def cotangents_of(call: Call, x: Arrays, d: Any) -> Arrays:
 
 def _in_halves(x: Arrays) -> bool:
     """Whether the kernels put both halves of tokens in rows. Where rows hold several sequences they get the rows, as
-    those of a call with a decay of each channel."""
+    a call with a decay of each channel gives them."""
     return x.cu_seqlens is None and x.segment_ids is None
 
 

@@ -117,10 +117,10 @@ class KernelPassing:
         def rest(ends: jax.Array) -> tuple[Any, ...]:
             adjoints = None
             if is_cut:
-                behind = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
-                widths = e.shape[-2] - behind.shape[2], e.shape[-1] - behind.shape[3]
+                after = jnp.swapaxes(borders.pick(ends, borders.last), -1, -2).astype(e.dtype)
+                widths = e.shape[-2] - after.shape[2], e.shape[-1] - after.shape[3]
                 _, end = _items_of(segments.items, borders.last, rows)
-                adjoints = e.at[end - 1].set(jnp.pad(behind, ((0, 0), (0, 0), *((0, n) for n in widths))))
+                adjoints = e.at[end - 1].set(jnp.pad(after, ((0, 0), (0, 0), *((0, n) for n in widths))))
             cotangents = OutputCotangents(do, ends)
             out = self.kernels.open_backward(*known, cotangents, adjoints, self.interpret)
             return *through_norm((out.q, out.k)), *out.floats[2:]
