@@ -281,6 +281,7 @@ def of_findings() -> Checks:
 ERASURES = {
     "recall, 32 pairs": ("recall/erasure/once", "32"),
     "recall, 32 pairs, seeds 10 to 17": ("recall/erasure/once_more", "32"),
+    "recall, 32 pairs, seeds 18 to 33": ("recall/erasure/sixteen", "32"),
     "scope, 384 tokens": ("recall/erasure/scope", "384"),
     "eviction, 256 tokens": ("recall/erasure/eviction", "256"),
     "text, validation": ("text/30m/erasure", "validation"),

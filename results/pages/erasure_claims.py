@@ -12,9 +12,9 @@ OURS = (
     "differs. EDA has 2 to 4 % more parameters, in the projections to its erase key and its strength. Decays begin ten times "
     "slower than usual, writes and erasures at a strength of 0.5."
 )
-RATE, FIRST, MORE = 0.003, 3, "recall/erasure/once*"
-"""The rate at which all rules had the lowest loss with the first three seeds. Eight seeds were added at it, which are
-the test."""
+RATE, FIRST, MORE, LAST = 0.003, 3, "recall/erasure/once*", "recall/erasure/sixteen"
+"""The rate at which all rules had the lowest loss with the first three seeds. Eight seeds were added at it, and then, as
+these left the question open, sixteen, which are tested by themselves."""
 
 ERASURE = (
     Claim(
@@ -32,6 +32,14 @@ ERASURE = (
             "gate": Comparison(
                 "KDA with EDA's gate against EDA, 32 pairs",
                 Arm(MORE, "kda_exponential", lr=RATE), Arm(MORE, "eda", lr=RATE), 32, every_seed=True, first=FIRST,
+            ),
+            "kda_last": Comparison(
+                "KDA against EDA, 32 pairs, seeds 18 to 33",
+                Arm(LAST, "kda", lr=RATE), Arm(LAST, "eda", lr=RATE), 32, every_seed=True,
+            ),
+            "gate_last": Comparison(
+                "KDA with EDA's gate against EDA, 32 pairs, seeds 18 to 33",
+                Arm(LAST, "kda_exponential", lr=RATE), Arm(LAST, "eda", lr=RATE), 32, every_seed=True,
             ),
         },
         task="recall",

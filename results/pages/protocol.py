@@ -5,6 +5,10 @@ from results.pages import verdicts
 from results.pages.markdown import joined, prose, table
 from results.pages.numbers import Numbers
 
+MQAR = "gdn sweep recall --config results/configs/recall_mqar_place"
+NEW_KEYS = "--first-seed 10 --together 3 --steps 6000 --curve-every 1000"
+"""Commands of runs that are missing."""
+
 
 def rules(r: Numbers) -> list[str]:
     return [
@@ -120,24 +124,22 @@ def without_runs(r: Numbers) -> list[str]:
     return [
         "## Configurations without runs",
         prose(f"""
-        `configs/palindrome.full.json`, `configs/stack.full.json` (more rules than Kimi Linear's, at shorter
-        lengths), `configs/recall_factorial.small.json`, `configs/recall_erasure.small.json` and
-        `configs/scope_erasure.small.json` have no runs. Of `configs/text_30m_adamw.full.json` the hybrid was
-        cut short, and of `configs/text_passed_rows.full.json` Mamba2's decay. Of
-        `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules, and of
-        `configs/recall_mqar_place_*.full.json` neither the higher rate of linear attention with one mixer nor, with
-        two, that of linear attention and of Mamba2's decay, nor one mixer with keys of 32 and 128, and of Mamba2's decay with two
-        mixers keys of 128: these were cut short. One mixer with these
-        keys is `gdn sweep recall --config results/configs/recall_mqar_place_one.full.json --scales 4 1 --lrs 0.01 --first-seed 10
-        --together 3 --steps 6000 --curve-every 1000`, and the next seeds of EDA in recall are `gdn sweep recall --config
-        results/configs/recall_erasure.full.json --lrs 0.003 --first-seed 18 --seeds 16 --together 16`. Of the
-        five seeds of `configs/text_controls.full.json` all were run of the Transformer and of the hybrid
-        without attention, {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid. Of
-        the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated
-        words, Kimi Linear's palindrome and stack, and Zoology's MQAR. The other settings were not run. The
-        four rates of a rule next to each other take two to six minutes in MQAR on an H200, and three and a
-        half to six and a half in Kimi Linear's palindrome and stack. Names that end in `small` are for two
-        CPU cores. All files of options:
+        - No runs: `configs/palindrome.full.json` and `configs/stack.full.json` (more rules than Kimi Linear's, at shorter lengths),
+          `configs/recall_factorial.small.json`, `configs/recall_erasure.small.json`, `configs/scope_erasure.small.json`.
+        - Cut short: the hybrid of `configs/text_30m_adamw.full.json`, Mamba2's decay of `configs/text_passed_rows.full.json`. Of
+          `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules. Of the five seeds of
+          `configs/text_controls.full.json` all were run of the Transformer and of the hybrid without attention,
+          {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid.
+        - Accuracy by place, cut short: of keys of 64 the rate of 0.032 of linear attention with one mixer
+          (`{MQAR}_one.full.json --mixers linear_attention --lrs 0.032 --together 3`) and the rate of 0.01 of linear attention and
+          Mamba2's decay with two (`{MQAR}_two.full.json --mixers mamba2 linear_attention --lrs 0.01 --together 3`); of keys of 128
+          and 32 one mixer (`{MQAR}_one.full.json --scales 4 1 --lrs 0.01 {NEW_KEYS}`), all but DeltaNet and, with 32, Gated DeltaNet;
+          of keys of 128 Mamba2's decay with two (`{MQAR}_two.full.json --mixers mamba2 --scales 4 --lrs 0.0032 {NEW_KEYS}`).
+        - Of the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated words, Kimi
+          Linear's palindrome and stack, and Zoology's MQAR. The other settings were not run.
+
+        The four rates of a rule next to each other take two to six minutes in MQAR on an H200, and three and a half to six and
+        a half in Kimi Linear's palindrome and stack. Names that end in `small` are for two CPU cores. All files of options:
 
         {names}.
         """),
@@ -177,6 +179,7 @@ def how_they_were_run(r: Numbers) -> list[str]:
         | `b436478` | The afternoon of that day, four H200s, the same driver. |
         | `f3012fe` | The evening of that day, two H200s, the same driver, next to tests: the last four seeds of `recall/apart`; `recall/start/linear_again` in two halves of eight seeds (its command makes them in one); seeds 1 and 2 of linear attention and of Mamba2's decay in `text/rows/own`, linear attention in `text/rows/passed`; `text/30m/erasure`; EDA in `recall/erasure`, and KDA with EDA's gate in `recall/erasure/once` (the other rules there are of `b436478`). |
         | `b353406` | `2026-11-29`, two H200s of one machine (driver `580.159.04`), five processes on one card and four on the other, next to the tests for a GPU and other programs: `recall/place/sizes_two_32` and `recall/place/sizes_two_128` (the two scales of one command), `recall/place/shuffled_delta`, new seeds in `recall/erasure`. Do not compare these seconds. |
+        | `f88dce1` | The afternoon of that day, two H200s of one machine, the same driver, six processes on each card next to other programs: `recall/erasure/sixteen`, `recall/place/sizes_one_32` and `recall/place/sizes_one_128`. Do not compare these seconds. |
         | interventions of finding 1 | `python -m results.kept_models`, on the weights of `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository), and `python -m results.first_mixer`, both on two cores of a CPU. Their files have the versions. |
         | no longer shown | Seven sweeps older than `058cf94`, which changed the weights that a seed draws: parity up to 512 bits and its first version for a CPU, needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One of short words of S3 showed nothing. They are in the history until `3b9abca`; no claim of these pages rests on them. |
         """),
