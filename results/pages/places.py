@@ -164,7 +164,7 @@ def other_keys(r: Numbers) -> list[str]:
         table(HEAD, rows),
         prose(f"""
         *Result.* **Keys of 128**: all runs know their 64 pairs. With two mixers {sum(map(stopped, wide))} of the {len(wide)} runs of the delta
-        rules have stopped: most, where we had expected each. With one mixer {sum(map(stopped, alone)) or "none"} of {len(alone)} has, as expected. So the finding is not
+        rules have stopped: most, where we had expected each. With one mixer {sum(map(stopped, alone))} of {len(alone)} have, as expected. So the finding is not
         refuted for these keys. With two mixers the stop is no edge: every run has at least {first:.1f} % of the
         first quarter, the 64 pairs of training, and accuracy falls from there to {min(last):.0f} to {max(last):.0f} % of the last eighth. With one mixer DeltaNet is flat: within a
         run the best and the worst eighth differ by {min(spread):.0f} to {max(spread):.0f} points. It recalls {by_one[0]:.0f} to {by_one[-1]:.0f} of 256 pairs there, and {by_two[0]:.0f} to {by_two[-1]:.0f} with two mixers and

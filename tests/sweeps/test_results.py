@@ -3,11 +3,11 @@
 import ast
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from results.pages.numbers import Numbers, at_least
 from results.pages.questions import OWN
 from results.pages.stored import HALF, Arm, Results, half_of
 from results.pages.verdicts import Comparison, Fails, Gains, OneSeed, Rates
+from results.recompute import __main__ as recompute
+from results.recompute import claims, printed, sentences, tasks
 
 RESULTS = Path(__file__).parents[2] / "results"
 ALL = {claim.id: claim for claim in (*CLAIMS, *OWN)}
@@ -163,24 +165,34 @@ def test_other_runs_give_other_results():
 
 
 def test_every_number_of_the_tables_by_other_code():
-    """`results/recompute.py` shares no code with the pages; here it computes all that they have."""
-    path = RESULTS / "recompute.py"
+    """`results.recompute` shares no code with the pages; here it computes all that they have."""
     imported = {
-        name.split(".")[0]
+        name
+        for path in (RESULTS / "recompute").iterdir()
+        if path.suffix == ".py"
         for x in ast.walk(ast.parse(path.read_text()))
         if isinstance(x, ast.Import | ast.ImportFrom)
         for name in ([x.module or ""] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
     }
-    assert not imported & {"gdn_jax", "results", "scipy", "numpy"}
-    spec = importlib.util.spec_from_file_location("recompute", path)
-    recompute = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recompute)
+    others = {name.split(".")[0] for name in imported if not name.startswith("results.recompute")}
+    assert others <= sys.stdlib_module_names
     assert recompute.main(["--count", "0"]) == 0
     assert recompute.main(["--count", "20", "--seed", "1"]) == 0
-    assert recompute.agrees("+0.148", 0.1484) and not recompute.agrees("+0.148", 0.1486)
-    checked = {where.split(",")[0] for where, _, _ in [*recompute.of_claims(), *recompute.of_tasks()]}
+    assert printed.agrees("+0.148", 0.1484) and not printed.agrees("+0.148", 0.1486)
+    checked = {where.split(",")[0] for where, _, _ in [*claims.of_claims(), *tasks.of_tasks()]}
     without = {f"claims/{claim.id}.md" for claim in CLAIMS if not claim.comparisons}
     assert checked == {*pages()} - {"protocol.md", "claims.md"} - without
+
+
+def test_a_sentence_that_is_gone_or_wrong_is_noticed(monkeypatch):
+    gone = {("README.md", r"no such sentence (\d+)"): lambda: [1]}
+    monkeypatch.setattr(sentences, "SENTENCES", gone)
+    with pytest.raises(AssertionError, match="has no sentence"):
+        [*sentences.of_sentences()]
+    wrong = {("README.md", r"All of these runs recall all (\d+) pairs"): lambda: [63]}
+    monkeypatch.setattr(sentences, "SENTENCES", wrong)
+    assert [printed.agrees(said, value) for _, said, value in sentences.of_sentences()] == [False]
+    assert recompute.main(["--count", "0"]) == 1
 
 
 def made(*gains, of=(3, 3), than=(3, 3), **more):
