@@ -118,9 +118,9 @@ def test_leaf():
     assert not [m for m, *_ in imports(ROOT / "gdn_jax" / "shapes.py") if m.split(".")[0] in PACKAGES]
 
 
-def test_sizes_of_tests():
-    """A file of tests has one subject."""
-    for path in (ROOT / "tests").rglob("*.py"):
+def test_sizes_of_tests_and_pages():
+    """A file of tests has one subject, and so has a script of the results."""
+    for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "results").rglob("*.py")):
         assert path.read_text().count("\n") <= LONGEST_FILE, path.relative_to(ROOT)
 
 

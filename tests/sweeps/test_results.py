@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,6 @@ from results.pages.numbers import Numbers, at_least
 from results.pages.questions import OWN
 from results.pages.stored import HALF, Arm, Results, half_of
 from results.pages.verdicts import Comparison, Fails, Gains, OneSeed, Rates
-from results.recompute import __main__ as recompute
-from results.recompute import claims, printed, sentences, tasks
 
 RESULTS = Path(__file__).parents[2] / "results"
 ALL = {claim.id: claim for claim in (*CLAIMS, *OWN)}
@@ -162,37 +159,6 @@ def test_other_runs_give_other_results():
     assert changed("depth", "layers", scale=4) != runs().outcome("depth.layers")
     assert changed("start", "DeltaNet", lr=0.003) != runs().outcome("start.DeltaNet")
     assert Comparison("", Arm("none", "kda"), Arm("none", "mamba2"), 8).outcome(runs()) is None
-
-
-def test_every_number_of_the_tables_by_other_code():
-    """`results.recompute` shares no code with the pages; here it computes all that they have."""
-    imported = {
-        name
-        for path in (RESULTS / "recompute").iterdir()
-        if path.suffix == ".py"
-        for x in ast.walk(ast.parse(path.read_text()))
-        if isinstance(x, ast.Import | ast.ImportFrom)
-        for name in ([x.module or ""] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
-    }
-    others = {name.split(".")[0] for name in imported if not name.startswith("results.recompute")}
-    assert others <= sys.stdlib_module_names
-    assert recompute.main(["--count", "0"]) == 0
-    assert recompute.main(["--count", "20", "--seed", "1"]) == 0
-    assert printed.agrees("+0.148", 0.1484) and not printed.agrees("+0.148", 0.1486)
-    checked = {where.split(",")[0] for where, _, _ in [*claims.of_claims(), *tasks.of_tasks()]}
-    without = {f"claims/{claim.id}.md" for claim in CLAIMS if not claim.comparisons}
-    assert checked == {*pages()} - {"protocol.md", "claims.md"} - without
-
-
-def test_a_sentence_that_is_gone_or_wrong_is_noticed(monkeypatch):
-    gone = {("README.md", r"no such sentence (\d+)"): lambda: [1]}
-    monkeypatch.setattr(sentences, "SENTENCES", gone)
-    with pytest.raises(AssertionError, match="has no sentence"):
-        [*sentences.of_sentences()]
-    wrong = {("README.md", r"All of these runs recall all (\d+) pairs"): lambda: [63]}
-    monkeypatch.setattr(sentences, "SENTENCES", wrong)
-    assert [printed.agrees(said, value) for _, said, value in sentences.of_sentences()] == [False]
-    assert recompute.main(["--count", "0"]) == 1
 
 
 def made(*gains, of=(3, 3), than=(3, 3), **more):
