@@ -1,8 +1,10 @@
-"""What the notebooks share: how their figures look, and sliders with a picture for pages without a kernel."""
+"""What the notebooks share: how their figures look, claims, and sliders with a picture for pages without a kernel."""
 
 import base64
 import io
+import json
 import os
+from pathlib import Path
 
 import ipywidgets
 from IPython.display import display
@@ -17,9 +19,34 @@ STYLE = {
 }
 
 
+FAST = os.environ.get("GDN_NOTEBOOK_FAST") == "1"
+SEED = int(os.environ.get("GDN_NOTEBOOK_SEED", "0"))
+"""Of the trained models; the runs that are kept have 0."""
+FAILED = "does not hold: "
+
+
+def claim(text: str, holds: bool) -> None:
+    """Prints a claim on a trained model, and insists on it unless training was cut short or has another seed."""
+    print(text if holds or FAST else FAILED + text)
+    assert holds or FAST or SEED, text
+
+
+def other_seeds(notebook: str, words: str) -> None:
+    """Prints which claims of a notebook did not hold in runs with other seeds, and those that have the words."""
+    runs = json.loads(Path("other_seeds.json").read_text()).get(notebook, {"seeds": {}})["seeds"]
+    for seed, said in runs.items():
+        failed = [text.removeprefix(FAILED) for text in said if text.startswith(FAILED)]
+        print(f"seed {seed}: {len(said) - len(failed)} of {len(said)} claims hold")
+        print(
+            *(f"    not: {text}" for text in failed),
+            *(f"    {text}" for text in said if words in text),
+            sep="\n",
+        )
+
+
 def look() -> None:
     """Makes figures of open axes, with twice the pixels for screens of high density unless in haste."""
-    if os.environ.get("GDN_NOTEBOOK_FAST") != "1":
+    if not FAST:
         set_matplotlib_formats("retina")
     plt.rcParams.update(STYLE)
 

@@ -134,7 +134,7 @@ FAULTS = (
         "a notebook says another error than its code",
         '"error of 70 %."',
         '"error of 50 %."',
-        "tests/project/test_notebooks.py::test_numbers_of_prose_are_computed",
+        "tests/project/test_kept_notebooks.py::test_numbers_of_prose_are_computed",
     ),
     Fault(
         "learning rates are compared over all seeds that any tried",
