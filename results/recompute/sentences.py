@@ -1,5 +1,6 @@
 """Numbers in the sentences that findings rest on, and in what the protocol says of all tests."""
 
+import json
 import math
 import re
 import statistics
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 from results.recompute.claims import of_claims
 from results.recompute.findings import leads
 from results.recompute.printed import Checks
-from results.recompute.stored import LINES, ROOT, runs_of, score
+from results.recompute.stored import CONFIGS, LINES, ROOT, learned, runs_of, score
 from results.recompute.student import half_width, tail
 
 Values = Sequence[float]
@@ -70,6 +71,50 @@ def erasure(sweep: str, mixer: str) -> tuple[float, float, int, int, float]:
     return statistics.fmean(gains), half_width(gains), ahead, len(gains), tail(t, len(gains) - 1)
 
 
+def gain(sweep: str, at: str, of: tuple[str, float], than: tuple[str, float]) -> list[float]:
+    """Gains at the rate of 0.001, seed by seed, of a rule from a start over another one: points, or steps fewer."""
+    one, other = (
+        {run["seed"]: score(run, at) for run in runs_of(sweep, mixer, 1, start) if run["lr"] == 0.001}
+        for mixer, start in (of, than)
+    )
+    sign = -1 if at == "steps to half" else 1
+    return [sign * (one[seed] - other[seed]) for seed in one if max(one[seed], other[seed]) < math.inf]
+
+
+def mean_and_width(gains: list[float]) -> list[float]:
+    return [statistics.fmean(gains), half_width(gains)]
+
+
+def weak(sweep: str, mixer: str, at: str) -> list[float]:
+    """What a weak start gains."""
+    return gain(sweep, at, (mixer, 0.06), (mixer, 0.5))
+
+
+def first_half(start: float) -> float:
+    """The median step at which DeltaNet has half of 4 pairs, of those at which curves were taken."""
+    runs = [run for run in runs_of("recall/start/ten", "delta_net", 1, start) if run["lr"] == 0.001]
+    curves = [(run["curve"]["steps"], run["curve"]["accuracy"]["4"]) for run in runs]
+    return statistics.median(
+        next((step for step, x in zip(*curve, strict=True) if x >= 0.5), math.inf) for curve in curves
+    )
+
+
+def linear_start() -> Values:
+    points, steps = (
+        weak("recall/start/linear_again", "linear_attention", at) for at in ("16", "steps to half")
+    )
+    (gained, width), (fewer, around) = map(mean_and_width, (points, steps))
+    return gained, width, -fewer, around, gained + width, fewer + around
+
+
+def changed_writes() -> Values:
+    """Small models that recall more with the first mixer's writes halved, and fewer with them doubled."""
+    runs = json.loads((ROOT / "recall/first_mixer/runs.json").read_text())["runs"]
+    half, usual, double = ([sum(run["place"][factor]) for run in runs] for factor in ("0.5", "1", "2"))
+    more, fewer = (sum(a > b for a, b in zip(*x, strict=True)) for x in ((half, usual), (usual, double)))
+    return more, len(runs), fewer, len(runs)
+
+
 def all_tests() -> Values:
     """Tests, those that pass the procedure of Benjamini and Hochberg at 5 %, and the largest p-value that does."""
     found = [
@@ -105,6 +150,34 @@ SENTENCES: dict[tuple[str, str], Callable[[], Values]] = {
         "two"
     ),
     ("README.md", rf"With one mixer {N} of {N} have, as expected"): lambda: stops("one"),
+    (
+        "README.md",
+        rf"With halved writes {N} of {N} models recall more pairs than as trained, "
+        rf"and with doubled writes {N} of {N}",
+    ): changed_writes,
+    (
+        "README.md",
+        rf"half of 4 pairs after {N} steps in the median of ten seeds, from 0\.5 after {N}",
+    ): lambda: (
+        first_half(0.06),
+        first_half(0.5),
+    ),
+    (
+        "README.md",
+        rf"which damps nothing, the gain is {N} ± {N} steps, with the usual one {N} ± {N}",
+    ): lambda: (
+        mean_and_width(weak("recall/eps", "small_eps", "steps to half"))
+        + mean_and_width(weak("recall/eps", "delta_net", "steps to half"))
+    ),
+    (
+        "README.md",
+        rf"linear attention gains {N} ± {N} points at 16 pairs, and needs {N} ± {N} steps more to half: "
+        rf"the intervals exclude gains above {N} points and above {N} steps",
+    ): linear_start,
+    ("README.md", rf"because {N} of {N} runs have learned nothing"): lambda: (
+        sum(not learned(run | CONFIGS["recall/apart_high"]["about"]) for run in LINES["recall/apart_high"]),
+        len(LINES["recall/apart_high"]),
+    ),
     ("README.md", rf"In validation the lead is {N} ± {N} bits with 30M"): lambda: lead("text/30m/first"),
     ("README.md", rf"bits with 30M parameters and {N} ± {N} with 100M"): lambda: lead("text/100m"),
     ("README.md", rf"([+-]\d+) ± {N} points for EDA, which is ahead in {N} of {N} seeds \(p {N}\)"): lambda: (
