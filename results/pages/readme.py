@@ -91,7 +91,8 @@ def repeat(r: Numbers) -> list[str]:
         prose("""
         `gdn sweep TASK --config results/configs/FILE` repeats a [sweep](protocol.md#how-they-were-run) and
         `gdn reproduce` runs published settings. In a checkout `python -m results.pages` makes these pages and
-        figures again from the stored runs.
+        figures again from the stored runs. `python -m results.recompute` computes numbers that it draws from the
+        tables and from the main sentences once more, by code that shares nothing with what made them.
         """),
     ]
 
