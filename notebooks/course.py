@@ -17,8 +17,6 @@ STYLE = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
-
-
 FAST = os.environ.get("GDN_NOTEBOOK_FAST") == "1"
 SEED = int(os.environ.get("GDN_NOTEBOOK_SEED", "0"))
 """Of the trained models; the runs that are kept have 0."""
@@ -33,15 +31,12 @@ def claim(text: str, holds: bool) -> None:
 
 def other_seeds(notebook: str, words: str) -> None:
     """Prints which claims of a notebook did not hold in runs with other seeds, and those that have the words."""
-    runs = json.loads(Path("other_seeds.json").read_text()).get(notebook, {"seeds": {}})["seeds"]
-    for seed, said in runs.items():
+    kept = json.loads(Path(__file__).with_name("other_seeds.json").read_text())
+    for seed, said in kept.get(notebook, {"seeds": {}})["seeds"].items():
         failed = [text.removeprefix(FAILED) for text in said if text.startswith(FAILED)]
         print(f"seed {seed}: {len(said) - len(failed)} of {len(said)} claims hold")
-        print(
-            *(f"    not: {text}" for text in failed),
-            *(f"    {text}" for text in said if words in text),
-            sep="\n",
-        )
+        for text in (*(f"not: {text}" for text in failed), *(text for text in said if words in text)):
+            print(f"    {text}")
 
 
 def look() -> None:

@@ -72,7 +72,7 @@ def section(r: Numbers) -> list[str]:
         {r.option("recall/erasure/once_more", "seeds")} seeds were added after a look at these, at the rate that had
         been chosen, and {r.option("recall/erasure/sixteen", "seeds")} more after a look at the
         {r.option("recall/erasure/once_more", "seeds")}; each time we fixed before the runs that the added seeds are tested by
-        themselves. KDA and EDA have different gates, so KDA was run with EDA's gate, too, except in text: that arm differs from
+        themselves (the last time in commit `7d6d867`, which the commit of the runs contains). KDA and EDA have different gates, so KDA was run with EDA's gate, too, except in text: that arm differs from
         EDA in the erasure alone. Accuracy in %, and
         bits a byte, at the longest test and at the rate of the lowest loss:
         """),

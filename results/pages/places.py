@@ -156,7 +156,7 @@ def other_keys(r: Numbers) -> list[str]:
         "![Accuracy by the place of a pair, with keys of 32 and of 128 numbers](figures/place_keys.png)",
         prose("""
         *What was done.* The same training with keys of 32 and of 128 numbers, seeds 10 to 12, 6000 steps in the place of
-        22,500, two mixers at the learning rate 0.0032 and one mixer at 0.01. Before the runs we fixed what to count: a run that knows at least 95 % of 64 pairs
+        22,500, two mixers at the learning rate 0.0032 and one mixer at 0.01. Before the runs we fixed what to count (in commit `c9a1dc7`, which the commit of the runs with one mixer contains): a run that knows at least 95 % of 64 pairs
         has stopped if of 256 pairs the last half has less than a quarter of the accuracy of the first quarter. We
         expected each run of a delta rule with two mixers to have stopped, and none with one mixer. The finding would
         be refuted for a size of keys if most of the delta rules' runs with two mixers had not stopped, or most with one had.
