@@ -150,6 +150,10 @@ SENTENCES: dict[tuple[str, str], Callable[[], Values]] = {
         "two"
     ),
     ("README.md", rf"With one mixer {N} of {N} have, as expected"): lambda: stops("one"),
+    ("README.md", rf"linear attention by far: it recalls {N} to {N}, with two mixers {N} to {N};"): lambda: (
+        *span([pairs(run) for run in of_place("sizes_one*", ["linear_attention"], 4)]),
+        *span([pairs(run) for run in of_place("sizes_two*", ["linear_attention"], 4)]),
+    ),
     (
         "README.md",
         rf"With halved writes {N} of {N} models recall more pairs than as trained, "
