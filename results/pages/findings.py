@@ -62,7 +62,7 @@ def finding_1(r: Numbers) -> list[str]:
         The clearest case is linear attention with keys of 128 numbers: with one mixer it recalls {one[0]:.0f} to {one[-1]:.0f} of 256 pairs,
         with two mixers and twice the state {two[0]:.0f} to {two[-1]:.0f} ([three seeds each](#accuracy-by-place-with-other-keys)).
 
-        Three looks could have refuted that, and did not: [by place](#accuracy-by-place) the later pairs are
+        Three looks could have refuted a learned stop, and did not: [by place](#accuracy-by-place) the later pairs are
         those that are lost; [models that are trained on 256 pairs](#trained-on-more-pairs) recall {further[0]:.0f} to {further[-1]:.0f} of them, in the same state, and stop after 256; and [the order of
         questions](#questions-in-random-order) does not make the stop. [What the first mixer
         counts](#what-the-first-mixer-counts) decides where it comes.
