@@ -163,7 +163,7 @@ def other_keys(r: Numbers) -> list[str]:
         """),
         "![Accuracy by the place of a pair, with keys of 32 and of 128 numbers](figures/place_keys.png)",
         prose("""
-        *What was done.* The same training with keys of 32 and of 128 numbers, seeds 10 to 12, 6000 steps in the place of
+        *What was done.* The same training with keys of 32 and of 128 numbers, seeds 10 to 12, 6000 steps instead of
         22,500, two mixers at the learning rate 0.0032 and one mixer at 0.01. Before the runs we fixed what to count (in commit `c9a1dc7`, which the commit of the runs with one mixer contains): a run that knows at least 95 % of 64 pairs
         has stopped if of 256 pairs the last half has less than a quarter of the accuracy of the first quarter. We
         expected each run of a delta rule with two mixers to have stopped, and none with one mixer. The finding would
@@ -183,8 +183,8 @@ def other_keys(r: Numbers) -> list[str]:
         {recalled(rules[2], "one")} and {recalled(rules[2], "two")}. So what the models of two mixers recall is not what their states can hold.
 
         **Keys of 32**: after 6000 steps no run knows 95 % of 64 pairs (with two mixers {min(known):.0f} to {max(known):.0f} %, with one
-        {min(known_alone):.0f} to {max(known_alone):.0f} %), so by our rule none counts, and nothing is decided. They look as those with keys of 64
-        do: with two mixers no run has more than {closed:.1f} % of any eighth after the fourth, and DeltaNet recalls {same[0]:.0f} to {same[-1]:.0f}
+        {min(known_alone):.0f} to {max(known_alone):.0f} %), so by our rule none counts, and nothing is decided. They look like runs with keys of 64:
+        with two mixers no run has more than {closed:.1f} % of any eighth after the fourth, and DeltaNet recalls {same[0]:.0f} to {same[-1]:.0f}
         pairs whether it is asked for 64, 128 or 256; with one mixer the eighths of a run differ by at most {max(flat):.1f} points, and the
         runs lose pairs of every place.
 
@@ -219,7 +219,7 @@ def draw_other_keys(r: Numbers, path: Path) -> None:
         path,
         panels,
         label="recalled of 256 pairs",
-        title="With other keys, too, models of two mixers lose the pairs after those of training",
+        title="With other keys, too, models of two mixers lose the pairs after the 64 of training",
         caption="Zoology's MQAR, trained on 4 to 64 pairs for 6000 steps, asked for 256, in eighths of the pairs as written, "
         f"three seeds. {ONE_SEED}",
     )
