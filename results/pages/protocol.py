@@ -130,13 +130,18 @@ def without_runs(r: Numbers) -> list[str]:
           `configs/recall_start_wide*.full.json` the rate of 0.003 was not run for the two delta rules. Of the five seeds of
           `configs/text_controls.full.json` all were run of the Transformer and of the hybrid without attention,
           {r.runs("text/30m/controls*", "hybrid")} of Gated DeltaNet and of the hybrid.
-        - Accuracy by place, cut short: of keys of 64 the rate of 0.032 of linear attention with one mixer
-          (`{MQAR}_one.full.json --mixers linear_attention --lrs 0.032 --together 3`) and the rate of 0.01 of linear attention and
-          Mamba2's decay with two (`{MQAR}_two.full.json --mixers mamba2 linear_attention --lrs 0.01 --together 3`); of keys of 128
-          and 32 one mixer of Mamba2's decay (`{MQAR}_one.full.json --mixers mamba2 --scales 4 1 --lrs 0.01 {NEW_KEYS}`), of 32 also of
-          linear attention (the same with `--mixers linear_attention --scales 1`); of keys of 128 Mamba2's decay with two (`{MQAR}_two.full.json --mixers mamba2 --scales 4 --lrs 0.0032 {NEW_KEYS}`).
         - Of the published settings of `gdn reproduce` six were run whole: parity, swaps, the number in repeated words, Kimi
           Linear's palindrome and stack, and Zoology's MQAR. The other settings were not run.
+
+        Of accuracy by place these were cut short or not started:
+
+        | rules | keys | mixers | command |
+        |---|---|---|---|
+        | Mamba2's decay, linear attention | 64 | two, higher rate | `{MQAR}_two.full.json --mixers mamba2 linear_attention --lrs 0.01 --together 3` |
+        | linear attention | 64 | one, higher rate | `{MQAR}_one.full.json --mixers linear_attention --lrs 0.032 --together 3` |
+        | Mamba2's decay | 128 | one | `{MQAR}_one.full.json --mixers mamba2 --scales 4 --lrs 0.01 {NEW_KEYS}` |
+        | Mamba2's decay | 128 | two | `{MQAR}_two.full.json --mixers mamba2 --scales 4 --lrs 0.0032 {NEW_KEYS}` |
+        | Mamba2's decay, linear attention | 32 | one | `{MQAR}_one.full.json --mixers mamba2 linear_attention --scales 1 --lrs 0.01 {NEW_KEYS}` |
 
         The four rates of a rule next to each other take two to six minutes in MQAR on an H200, and three and a half to six and
         a half in Kimi Linear's palindrome and stack. Names that end in `small` are for two CPU cores. All files of options:
