@@ -12,7 +12,7 @@ from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec
-from split_rows import check, drawn, in_two_parts, names_of
+from split_rows import check, drawn, drawn_in_halves, in_two_parts, names_of
 
 from gdn_jax.checks import cases
 from gdn_jax.parallel import context
@@ -126,6 +126,16 @@ def test_kernels_interpreted(kind, walked):
     assert len(found) == (not is_cut)
     for segments in found:  # two of each row and an empty one
         assert np.asarray(segments)[:, 0].tolist() == [1, "faint" not in kind, "faint" not in kind] * 2
+
+
+@pytest.mark.parametrize("is_cut", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("interpreted")
+def test_halves_interpreted(is_cut, walked):
+    """Tokens that are two rows, whose parts on a device end within a chunk."""
+    case = cases.Case("context halves", T=76, channel_g="mixed", use_qk_l2norm=True, **TINY)
+    walked(is_cut)
+    x, expected, kernels, tokens = drawn_in_halves(case, plgpu.InterpretGPUParams())
+    check(expected, in_two_parts(kernels, x, tokens))
 
 
 @pytest.mark.parametrize("kind", tiers(KINDS, (), KINDS.keys() - {"heads", "channels, chains in segments"}))
