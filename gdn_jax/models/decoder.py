@@ -14,6 +14,7 @@ from gdn_jax.models import alike
 from gdn_jax.models.attention import Attention
 from gdn_jax.models.block import make_block, stream_norm
 from gdn_jax.models.config import ModelConfig, period_of
+from gdn_jax.parallel.gradient_order import before_earlier, orders_gradients
 from gdn_jax.parts.embedding import embed
 from gdn_jax.parts.kernels import SMALL, usable
 from gdn_jax.parts.products import array_of, transposed_product
@@ -217,9 +218,13 @@ class LanguageModel(nnx.Module):
 
             stream, _ = jax.lax.scan(run_period, (x, jnp.zeros(x.shape, self.config.dtype)), states)
             return self.norm.add(*stream)[1], None
-        caches, stream = [], (x, None)
-        for i, block in enumerate(self.blocks):
-            stream, new = run(i, block, stream, None if cache is None else cache[i])
+        caches, stream, blocks = [], (x, None), [*self.blocks]
+        for i in range(len(blocks)):
+            if orders_gradients() and i + 1 < len(blocks):
+                graphdef, weights = nnx.split(blocks[i + 1])
+                x, weights = before_earlier(stream[0], weights)
+                stream, blocks[i + 1] = (x, stream[1]), nnx.merge(graphdef, weights)
+            stream, new = run(i, blocks[i], stream, None if cache is None else cache[i])
             caches.append(new)
         return self.norm.add(*stream)[1], None if cache is None and not return_cache else tuple(caches)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -33,7 +34,7 @@ def steps(devices: int) -> int:
     return (devices - 2).bit_length()
 
 
-def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> int:
+def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2, keys: int = 1) -> int:
     """Bytes that a device sends in an exchange, forward and backward: q, k, v and o, and gates in float32.
 
     Args:
@@ -41,8 +42,9 @@ def sent_bytes(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> int:
       itemsize: bytes of a number of q, k, v and o.
       devices: along the axis.
       gates: numbers of all gates for a token and head.
+      keys: keys of a token.
     """
-    widths = (dims.Hq + dims.Hk) * dims.K + (dims.HV + dims.HO) * dims.V
+    widths = (dims.Hq + keys * dims.Hk) * dims.K + (dims.HV + dims.HO) * dims.V
     one_way = dims.B * dims.T * (itemsize * widths + gates * 4 * dims.HO)
     return 2 * one_way * (devices - 1) // devices
 
@@ -59,15 +61,15 @@ def reason(dims: Dims, devices: int) -> str | None:
     return None
 
 
-def pays(dims: Dims, itemsize: int, devices: int, gates: int = 2) -> bool:
+def pays(dims: Dims, itemsize: int, devices: int, gates: int = 2, keys: int = 1) -> bool:
     """Predicts whether an exchange takes less time than handing over states.
 
     Args:
-      dims, itemsize, devices, gates: as for `sent_bytes`.
+      dims, itemsize, devices, gates, keys: as for `sent_bytes`.
     """
     if reason(dims, devices) is not None:
         return False
-    return sent_bytes(dims, itemsize, devices, gates) <= STEP_BYTES * steps(devices)
+    return sent_bytes(dims, itemsize, devices, gates, keys) <= STEP_BYTES * steps(devices)
 
 
 def rule_by_heads(
@@ -86,8 +88,7 @@ def rule_by_heads(
     """
     devices, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
     x = vary_alike(x)
-    gates = x[3 : x._fields.index("initial_state")]
-    tokens = (*_to_heads(x[:3], axis_name), *_to_heads(gates, axis_name))
+    tokens = _to_heads(x[: x._fields.index("initial_state")], axis_name)
     h_0, own, ids = x.initial_state, dims.HO // devices, x.segment_ids
     if h_0 is not None:
         h_0 = lax.dynamic_slice_in_dim(h_0, index * own, own, 1)
@@ -101,20 +102,23 @@ def rule_by_heads(
 
 
 def _to_heads(arrays: tuple[jax.Array | None, ...], axis_name: str) -> tuple[Any, ...]:
-    """Exchanges this device's tokens of all heads for all tokens of its heads, all arrays in one all-to-all."""
-    given = [x for x in arrays if x is not None]
-    if not given:
-        return arrays
-    (B, T), devices = given[0].shape[:2], lax.axis_size(axis_name)
-    parts = [x.reshape(B, T, devices, -1) for x in given]
-    ends = [sum(part.shape[3] for part in parts[: i + 1]) for i in range(len(parts) - 1)]
-    together = lax.all_to_all(jnp.concatenate(parts, 3), axis_name, 2, 1, tiled=True)
-    pieces = iter(jnp.split(together, ends, 3))
+    """Exchanges this device's tokens of all heads for all tokens of its heads, all arrays of a dtype in one
+    all-to-all."""
+    devices, found = lax.axis_size(axis_name), {}
+    for dtype in dict.fromkeys(x.dtype for x in arrays if x is not None):
+        parts = {
+            i: x.reshape(*x.shape[:2], devices, -1)
+            for i, x in enumerate(arrays)
+            if x is not None and x.dtype == dtype
+        }
+        ends = np.cumsum([part.shape[3] for part in parts.values()])[:-1]
+        together = lax.all_to_all(jnp.concatenate([*parts.values()], 3), axis_name, 2, 1, tiled=True)
+        found |= zip(parts, jnp.split(together, ends, 3), strict=True)
 
-    def own(x: jax.Array) -> jax.Array:
-        return next(pieces).reshape(B, devices * T, x.shape[2] // devices, *x.shape[3:])
+    def own(i: int, x: jax.Array) -> jax.Array:
+        return found[i].reshape(x.shape[0], devices * x.shape[1], x.shape[2] // devices, *x.shape[3:])
 
-    return tuple(None if x is None else own(x) for x in arrays)
+    return tuple(None if x is None else own(i, x) for i, x in enumerate(arrays))
 
 
 def _to_tokens(x: Float[Array, "B T h V"], axis_name: str) -> Float[Array, "B t H V"]:

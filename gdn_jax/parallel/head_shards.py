@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm
 from gdn_jax.parallel import context_conv
-from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing, tokens_of
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.parts.conv import causal_conv1d, last_inputs
 from gdn_jax.parts.kernels import usable
@@ -32,12 +32,6 @@ def splits_heads() -> bool:
     """Tells whether the mesh that is set has a head axis. Then q, k and v are best kept in arrays of their own."""
     sizes = axes_set()
     return sizes is not None and sizes[HEAD] > 1
-
-
-def _tokens(sizes: dict[str, int], x: jax.Array) -> PartitionSpec:
-    """The PartitionSpec of the rows and tokens of an array [B, T, .., D]."""
-    axes = [dividing(sizes, axis, n) for axis, n in zip((DATA, CONTEXT), x.shape[:-1], strict=False)]
-    return PartitionSpec(*axes, *[None] * (x.ndim - 1 - len(axes)))
 
 
 def projections_on_mesh(
@@ -61,7 +55,7 @@ def projections_on_mesh(
         with counting(counter):
             return project(x, weights)
 
-    tokens = _tokens(sizes, x)
+    tokens = tokens_of(sizes, x.shape)
     specs = jax.tree.map(lambda w: PartitionSpec(*(None,) * (w.ndim - 1), HEAD), weights)
     options = dict(in_specs=(tokens, specs, PartitionSpec()), out_specs=PartitionSpec(*tokens, HEAD))
     # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
@@ -80,11 +74,11 @@ def swiglu_on_mesh(
     """`gdn_jax.parts.swiglu.swiglu`, on a mesh too.
 
     The devices of the head axis share the columns of the branches. Their results and the cotangents of x are summed
-    over the axis once.
+    over the axis once. Where the product is not the plain one, each device has its own tokens on other meshes too.
     """
     sizes, kernels = axes_set(), (gate_kernel, up_kernel, down_kernel)
     F = gate_kernel.shape[1]
-    if sizes is None or sizes[HEAD] == 1 or F % sizes[HEAD]:
+    if sizes is None or (sizes[HEAD] == 1 and product is PLAIN) or F % sizes[HEAD]:
         return swiglu(x, *kernels, product=product, implementation=implementation)
 
     def local(x, kernels, counter):
@@ -94,10 +88,13 @@ def swiglu_on_mesh(
         return lax.psum(y, HEAD)
 
     array = array_of(x)
-    tokens = _tokens(sizes, array)
+    kernels = tuple(w.astype(array.dtype) for w in kernels)  # their gradients are summed in this dtype
+    tokens = tokens_of(sizes, array.shape)
     columns = PartitionSpec(None, HEAD)
     specs = tokens, (columns, columns, PartitionSpec(HEAD)), PartitionSpec()
     run = jax.shard_map(local, in_specs=specs, out_specs=tokens)
+    if sizes[HEAD] == 1:
+        return run(array, kernels, counter())
     # What is kept for the backward pass is weights as they lie, not gathered from sharded parameters.
     keep = jax.checkpoint_policies.save_only_these_names(BRANCHES_NAME)
     return jax.checkpoint(run, policy=keep)(array, kernels, counter())

@@ -106,6 +106,17 @@ def dividing(sizes: dict[str, int], axis: str, *dimensions: int) -> str | None:
     return axis if all(n % sizes[axis] == 0 for n in dimensions) else None
 
 
+def tokens_of(sizes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
+    """The PartitionSpec of the rows and tokens of an array [B, T, .., D], as far as devices divide them.
+
+    Args:
+      sizes: devices along each axis, as `axes_set` gives them.
+      shape: of the array.
+    """
+    axes = [dividing(sizes, axis, n) for axis, n in zip((DATA, CONTEXT), shape[:-1], strict=False)]
+    return PartitionSpec(*axes, *[None] * (len(shape) - 1 - len(axes)))
+
+
 def check_tokens(T: int, sizes: dict[str, int]) -> None:
     """Checks that the devices along context divide a row's tokens.
 

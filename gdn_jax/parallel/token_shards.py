@@ -24,7 +24,7 @@ from gdn_jax.parallel import context
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule import arguments, ops
-from gdn_jax.rule.erase_then_delta import erase_then_delta_by, whole
+from gdn_jax.rule.erase_then_delta import erase_then_delta_rule
 from gdn_jax.rule.product import product_by
 from gdn_jax.shapes import accumulation_dtype
 
@@ -56,6 +56,7 @@ class ByTokens(NamedTuple):
 
 GATED_DELTA_RULE = ByTokens(ops.gated_delta_rule, context.gated_delta_rule)
 DELTA_RULE = ByTokens(ops.delta_rule, context.delta_rule)
+ERASE_THEN_DELTA_RULE = ByTokens(erase_then_delta_rule, context.erase_then_delta_rule)
 
 
 def gated_delta_rule_on_mesh(q, k, v, g=None, beta=None, **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -96,16 +97,13 @@ def erase_then_delta_on_mesh(
 ) -> tuple[jax.Array, jax.Array]:
     """`gdn_jax.erase_then_delta_rule`, on a mesh too: every device has both halves of its tokens.
 
-    Args: as for `gdn_jax.erase_then_delta_rule`; beta, erase_key and erase_strength have to be there.
-
     Raises:
       ValueError, NotImplementedError: as `gdn_jax.delta_rule`; ValueError where the devices along context do not
         divide the tokens.
     """
-    arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
-    rule = DELTA_RULE.here()
-    form = whole if rule is DELTA_RULE.whole else partial(erase_then_delta_by, rule)
-    return form(*arrays, **options)
+    erasure = dict(erase_key=erase_key, erase_strength=erase_strength)
+    packing = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
+    return ERASE_THEN_DELTA_RULE.here()(q, k, v, g, beta, **erasure, **packing, **options)
 
 
 def _over_tokens(
@@ -113,7 +111,8 @@ def _over_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """A rule of tokens that are split over the context axis."""
     check_tokens(q.shape[1], sizes)
-    apart = {name: options.pop(name) for name in ("erase", "write") if name in options}
+    names = "erase", "write", "erase_key", "erase_strength"
+    apart = {name: options.pop(name) for name in names if name in options}
     arrays = {name: options.pop(name, None) for name in ("initial_state", "cu_seqlens", "segment_ids")}
     if isinstance(options.get("scale"), jax.Array):
         arrays["scale"] = options.pop("scale")

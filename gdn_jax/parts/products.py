@@ -32,10 +32,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from gdn_jax.partitioning import expected_shards
+from gdn_jax.parallel.mesh import HEAD, axes_set, tokens_of
+from gdn_jax.partitioning import expected_shards, vary_alike
 from gdn_jax.shapes import accumulation_dtype
 
 SAMPLE = 2048
@@ -101,7 +103,7 @@ class Float8:
         for name, value in options.items():
             if value is not None:
                 raise NotImplementedError(f"{name}: expected None, got {value}")
-        return _float8(self, takes(x, w), x, None, w, counter())
+        return _of_tokens(self, x, w)
 
 
 PRODUCTS: dict[str, Any] = {
@@ -123,6 +125,25 @@ def times(product: Any, x: "Float[Array, '*S D'] | Prepared", w: Float[Array, "D
         kernel = takes(x.value, w)
         return _float8(product, kernel, x.value, x.operand if kernel else None, w, counter())
     return product(x, w, of_matrix(x))
+
+
+def _of_tokens(policy: "Float8", x: Array, w: Array) -> Array:
+    """x @ w, on a mesh of `parallel.mesh` by every device for its own tokens.
+
+    Rows of tokens are flattened, a sample of them is taken, and an operand is made by columns: of rows that are split
+    XLA gathers all for each of these. On a mesh that splits heads it does, unless the layer splits them first.
+    """
+    sizes = axes_set()
+    if sizes is None or sizes[HEAD] > 1:
+        return _float8(policy, takes(x, w), x, None, w, counter())
+
+    def local(x, w, counter):
+        x, w, counter = vary_alike((x, w, counter))
+        return _float8(policy, takes(x, w), x, None, w, counter)
+
+    tokens = tokens_of(sizes, x.shape)
+    specs = tokens, PartitionSpec(), PartitionSpec()
+    return jax.shard_map(local, in_specs=specs, out_specs=tokens)(x, w, counter())
 
 
 def transposed_product(

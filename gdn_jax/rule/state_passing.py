@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.rule import plain
-from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.rule.call import APART, Arrays, Call
 
 Saved = Any
 """A pytree: what a forward keeps for its backward."""
@@ -75,7 +75,7 @@ class PlainPassing:
         """See `StatePassing`. The values of the identity's columns are zeros."""
         HO, K, V = x.initial_state.shape[1], x.k.shape[3], x.v.shape[3]
         identity = jnp.broadcast_to(jnp.eye(K, dtype=begins.dtype), (begins.shape[0], HO, K, K))
-        wide = _widened(x, K)._replace(initial_state=jnp.concatenate([begins, identity], 3))
+        wide = self._widened(x, K)._replace(initial_state=jnp.concatenate([begins, identity], 3))
 
         def run(*primals):
             return plain.rule(self.call, Arrays._make((*primals, *x[7:])), self.call.scale)
@@ -89,13 +89,12 @@ class PlainPassing:
         """See `StatePassing`; what is saved is a function from cotangents of o and of the final states."""
         return borders.pick(saved((do, ends))[-1], borders.first), lambda ends: saved((do, ends))
 
-
-def _widened(x: Arrays, columns: int) -> Arrays:
-    """The tokens with so many more columns of values, which are zeros."""
-    write = x.write
-    if write is not None and write.ndim == 4:
-        write = _with_zeros(write, columns)
-    return x._replace(v=_with_zeros(x.v, columns), write=write)
+    def _widened(self, x: Arrays, columns: int) -> Arrays:
+        """The tokens with so many more columns of values, which are zeros."""
+        write = x.write
+        if self.call.gates == APART and write is not None and write.ndim == 4:
+            write = _with_zeros(write, columns)
+        return x._replace(v=_with_zeros(x.v, columns), write=write)
 
 
 def _with_zeros(x: Float[Array, "B T H V"], columns: int) -> Float[Array, "B T H _"]:

@@ -138,7 +138,8 @@ def open_adjoints(
 ) -> OpenAdjoints:
     """`backward.rule.open_adjoints` where each channel decays by itself."""
     (do, dfinal), (pairs, beta_t, segments), packed = cotangents, residuals, x.cu_seqlens is not None
-    T8, K64, V64 = round_up(dims.T, 8), round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
+    T8 = x.v.shape[1] if x.of_halves else round_up(dims.T, 8)
+    K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     assert segments is not None and dfinal is not None
     walk = choose_open(dims, K64, V64, packed, segments, entry)
     dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
@@ -150,6 +151,7 @@ def open_adjoints(
         visit_tables(borders(x.cu_seqlens, None), dims.T) if packed else None,
         kv_layout=True,
         items=segments.items,
+        of_halves=x.of_halves,
         walked=walk.walked,
         config=channel_chain.default_config(K64, walk.warpgroups),
         interpret=interpret,

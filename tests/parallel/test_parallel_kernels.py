@@ -12,7 +12,7 @@ from harness import tiers
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from meshes import mesh_of, spec
-from split_rows import check, drawn, in_two_parts, names_of
+from split_rows import check, drawn, drawn_in_halves, in_two_parts, names_of
 
 from gdn_jax.checks import cases
 from gdn_jax.parallel import context
@@ -36,7 +36,7 @@ TINY = dict(B=1, heads=(1, 1, 1), K=16, V=16)
 """Sizes for the interpreter."""
 
 
-@pytest.mark.parametrize("kind", tiers(("rows", "packed", "channels"), (), ("packed", "channels")))
+@pytest.mark.parametrize("kind", tiers(("rows", "packed", "channels", "halves"), (), ("packed", "channels")))
 def test_kernels_lower(kind, monkeypatch):
     """For an NVIDIA GPU, forward and backward, with the states between the devices by collective_permute."""
     monkeypatch.setattr(device_launch, "device_reason", lambda *_: None)
@@ -48,12 +48,14 @@ def test_kernels_lower(kind, monkeypatch):
 
     q = array((B, T, 2, 64), jnp.bfloat16)
     beta, state = array((B, T, 2)), array((N, 2, 64, 64), where=WHOLE)
-    g = array((B, T, 2, 64)) if kind == "channels" else beta
+    g = array((B, T, 2, 64)) if kind in ("channels", "halves") else beta
     cu = array((N + 1,), jnp.int32, WHOLE) if packed else None
 
     def local(q, k, v, g, beta, state, cu):
         rest = dict(initial_state=state, cu_seqlens=cu, use_qk_l2norm=True)
         rule = context.delta_rule if kind == "channels" else context.gated_delta_rule
+        if kind == "halves":
+            rule, rest = context.erase_then_delta_rule, rest | dict(erase_key=q, erase_strength=beta)
         return rule(q, k, v, g, beta, axis_name="context", implementation="mosaic_gpu", **rest)
 
     f = jax.shard_map(local, mesh=mesh, in_specs=(TOKENS,) * 5 + (WHOLE, WHOLE), out_specs=(TOKENS, WHOLE))
@@ -126,6 +128,16 @@ def test_kernels_interpreted(kind, walked):
     assert len(found) == (not is_cut)
     for segments in found:  # two of each row and an empty one
         assert np.asarray(segments)[:, 0].tolist() == [1, "faint" not in kind, "faint" not in kind] * 2
+
+
+@pytest.mark.parametrize("is_cut", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("interpreted")
+def test_halves_interpreted(is_cut, walked):
+    """Tokens that are two rows, whose parts on a device end within a chunk."""
+    case = cases.Case("context halves", T=76, channel_g="mixed", **TINY)
+    walked(is_cut)
+    x, expected, kernels, tokens = drawn_in_halves(case, plgpu.InterpretGPUParams())
+    check(expected, in_two_parts(kernels, x, tokens))
 
 
 @pytest.mark.parametrize("kind", tiers(KINDS, (), KINDS.keys() - {"heads", "channels, chains in segments"}))

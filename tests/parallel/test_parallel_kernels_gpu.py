@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from split_rows import check, drawn, in_two_parts
+from split_rows import check, drawn, drawn_in_halves, in_two_parts
 
 from gdn_jax.checks import cases
 from pallas_kernels.backward import reach
@@ -22,6 +22,7 @@ KINDS = {
     "channels": dict(channel_g="kinds"),
     "channels, narrow": dict(channel_g="mixed", K=60, V=100),
     "apart": dict(channel_g="mixed", erase="channel", write="channel"),
+    "halves": dict(channel_g="mixed"),
 }
 
 
@@ -36,7 +37,7 @@ def test_a_row_in_two_parts(kind, is_cut, chunks, monkeypatch):
         monkeypatch.setattr(module, "prepare_open", functools.partial(module.prepare_open, config=config))
     monkeypatch.setattr(reach, "open_chains", lambda *_: (is_cut, 1 + is_cut))
     case = cases.Case("parts of a row", **WIDE | KINDS[kind])
-    x, expected, kernels, tokens = drawn(case)
+    x, expected, kernels, tokens = (drawn_in_halves if kind == "halves" else drawn)(case)
     # A fresh function, or the program of another choice would be found.
     check(expected, jax.jit(lambda tokens: in_two_parts(kernels, x, tokens))(tokens))
 

@@ -50,7 +50,14 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.layer",
     },
     "pallas_kernels.tools": {"shapes", *KERNEL_PARTS, *KERNELS},
-    "parts.products": {"shapes", "partitioning", "pallas_kernels.device", "pallas_kernels.layer"},
+    "parallel.mesh": set(),
+    "parts.products": {
+        "shapes",
+        "partitioning",
+        "parallel.mesh",
+        "pallas_kernels.device",
+        "pallas_kernels.layer",
+    },
     "rule": set(),
     "rule.call": {"shapes", "partitioning"},
     "rule.halves": {"rule.call"},
@@ -134,7 +141,8 @@ ROOMS: dict[str, set[str]] = {
         "rule.implementations",
         "rule.arguments",
         "rule.ops",
-        *("rule.product", "rule.erase_then_delta"),
+        *("rule.product", "rule.erase_then_delta", "rule.halves"),
+        "parallel.mesh",
         *KERNELS,
     },
     "gdn_jax": {
@@ -211,6 +219,7 @@ ROOMS: dict[str, set[str]] = {
     "models.alike": {"models.config", "models.block"},
     "models.decoder": {
         "shapes",
+        "parallel",
         "parts.products",
         "rule.chunks",
         "parts",

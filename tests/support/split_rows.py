@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import erasures
 import jax.numpy as jnp
 import numpy as np
 from device_arrays import put
@@ -9,7 +10,8 @@ from tolerances import GRADIENTS, STRENGTHS, assert_close, head_axis, tolerance
 
 from gdn_jax.checks import cases, oracle
 from gdn_jax.parallel.borders import Borders
-from gdn_jax.rule.call import APART, CHANNELS, HEADS, Arrays, Call
+from gdn_jax.rule.call import APART, CHANNELS, ERASURES, HEADS, Arrays, Call
+from gdn_jax.rule.halves import with_strengths
 from gdn_jax.rule.kernels.channels import Channels
 from gdn_jax.rule.kernels.hopper import Hopper
 from gdn_jax.rule.kernels.passing import KernelPassing
@@ -24,6 +26,22 @@ def drawn(case: cases.Case, interpret: Any = None) -> tuple[cases.Inputs, dict, 
     kernels = KernelPassing(call, Hopper() if gates == HEADS else Channels(), interpret)
     strengths = (x.erase, x.write) if gates == APART else (x.beta, None)
     return x, expected, kernels, [None if y is None else put(y) for y in (*x[:4], *strengths)]
+
+
+def drawn_in_halves(
+    case: cases.Case, interpret: Any = None
+) -> tuple[cases.Inputs, dict, KernelPassing, list]:
+    """`drawn` of a call with an erasure before each write. The results of the oracle have the names of `NAMES`."""
+    x = erasures.inputs(case, "bfloat16")
+    call = Call(use_qk_l2norm=case.use_qk_l2norm, state_layout="kv", gates=ERASURES, scale=case.K**-0.5)
+    tokens = [put(y) for y in (*x.x[:4], with_strengths(put(x.strength), put(x.x.beta)), x.key)]
+    expected = x.expected()
+    return (
+        x.x,
+        expected | {"dh_0": expected["dinitial_state"]},
+        KernelPassing(call, Channels(), interpret),
+        tokens,
+    )
 
 
 def in_two_parts(kernels: KernelPassing, x: cases.Inputs, tokens: list) -> dict[str, Any]:
@@ -45,7 +63,10 @@ def in_two_parts(kernels: KernelPassing, x: cases.Inputs, tokens: list) -> dict[
     got = {"o": jnp.concatenate([o[:1], o[1:]], 1), "final_state": final[1:], "dh_0": gradients[6][:1]}
     for name, y in zip(GRADIENTS[:5], gradients, strict=False):
         got[name] = jnp.concatenate([y[:1], y[1:]], 1)
-    if gradients[5] is not None:
+    if kernels.call.gates == ERASURES:
+        got["derase_strength"], got["dbeta"] = jnp.moveaxis(got["dbeta"], -1, 0)
+        got["derase_key"] = jnp.concatenate([gradients[5][:1], gradients[5][1:]], 1)
+    elif gradients[5] is not None:
         del got["dbeta"]
         for name, y in zip(STRENGTHS, gradients[4:6], strict=True):
             got[name] = jnp.concatenate([y[:1], y[1:]], 1)

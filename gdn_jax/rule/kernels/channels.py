@@ -32,9 +32,8 @@ class Channels(InSegments):
     gates = CHANNELS, APART, ERASURES
 
     def state_passing(self, call: Call, x: Arrays) -> StatePassing | None:
-        """See `KernelSet`. A derivative in plain JAX would need a forward in plain JAX, and halves of tokens come as
-        rows."""
-        return None if call.gates == ERASURES or self.reason(x) else KernelPassing(call, self)
+        """See `KernelSet`. A derivative in plain JAX would need a forward in plain JAX."""
+        return None if self.reason(x) else KernelPassing(call, self)
 
     def open_forward(self, call: Call, x: Arrays, sequence: Any, interpret: Any) -> Any:
         """See `OpenKernels`."""
@@ -55,6 +54,7 @@ class Channels(InSegments):
         """See `OpenKernels`."""
         from pallas_kernels.backward import channel_rule
 
+        cotangents = _padded_for(call, cotangents)
         return channel_rule.open_adjoints(
             *prepared(call, x), residuals, cotangents, entry, interpret=interpret
         )
@@ -75,6 +75,7 @@ class Channels(InSegments):
             config=channel_rule.Config(segments=adjoints is not None), adjoints=adjoints
         )
         options |= dict(scale=call.scale, interpret=interpret)
+        cotangents = _padded_for(call, cotangents)
         d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
         return cotangents_of(call, x, d)
 
@@ -115,8 +116,7 @@ class Channels(InSegments):
 
         if call.gates == ERASURES and not _in_halves(x):
             return halves.backward_in_rows(self.backward, call, x, residuals, cotangents)
-        if call.gates == ERASURES:
-            cotangents = cotangents._replace(do=_padded(cotangents.do))
+        cotangents = _padded_for(call, cotangents)
         options = dict(scale=call.scale, state_layout=call.state_layout)
         d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
         return cotangents_of(call, x, d)
@@ -181,6 +181,11 @@ def _padded(y: jax.Array) -> jax.Array:
     from pallas_kernels.work.halves import TOKENS
 
     return jnp.pad(y, [(0, 0), (0, -y.shape[1] % TOKENS), *[(0, 0)] * (y.ndim - 2)])
+
+
+def _padded_for(call: Call, cotangents: OutputCotangents) -> OutputCotangents:
+    """The cotangents as the kernels of a call take them."""
+    return cotangents._replace(do=_padded(cotangents.do)) if call.gates == ERASURES else cotangents
 
 
 def _times(strength: jax.Array | None, y: jax.Array, HO: int) -> jax.Array:

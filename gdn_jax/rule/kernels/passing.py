@@ -31,7 +31,8 @@ class Saved(NamedTuple):
 class OpenKernels(Protocol):
     """Kernels that cut sequences into segments, and what they do where a sequence goes on at another device.
 
-    q and k are as they are after the L2 norm, states are [K, V], and cu_seqlens is not known while tracing.
+    Keys are as they are after the L2 norm, states are [K, V], and cu_seqlens is not known while tracing. Outputs may
+    have more tokens than x.
     """
 
     def open_forward(self, call: Call, x: Arrays, sequence: Int[Array, ""] | None, interpret: Any) -> Any:
@@ -78,8 +79,10 @@ class KernelPassing:
         self, x: Arrays, begins: Float[Array, "N HO K V"], borders: Any
     ) -> tuple[Affine, Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array], Saved]]]:
         """See `StatePassing`."""
-        q, k = self._normalized(x.q, x.k)
-        opened = self.kernels.open_forward(self._plain, x._replace(q=q, k=k), borders.last, self.interpret)
+        keys = self._normalized(*self._keys(x))
+        opened = self.kernels.open_forward(
+            self._plain, self._with_keys(x, keys), borders.last, self.interpret
+        )
         items, m_t = opened.prepared.items, opened.prepared.m_t
         assert m_t is not None
         _, end = _items_of(items, borders.last, x.k.shape[0])
@@ -88,7 +91,7 @@ class KernelPassing:
 
         def rest(start: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Saved]:
             o, final, residuals = opened.finish(start)
-            return (o, final), Saved(x._replace(initial_state=start), residuals)
+            return (o[:, : x.q.shape[1]], final), Saved(x._replace(initial_state=start), residuals)
 
         m = _transition(m_t, items, borders.last, x.k.shape)
         return Affine(leaves[..., :K, :V], m[..., :K, :K]), rest
@@ -101,8 +104,8 @@ class KernelPassing:
         from pallas_kernels.backward.rule import OutputCotangents
 
         x, residuals = saved
-        (q, k), through_norm = jax.vjp(self._normalized, x.q, x.k)
-        known = self._plain, x._replace(q=q, k=k), residuals
+        keys, through_norm = jax.vjp(self._normalized, *self._keys(x))
+        known = self._plain, self._with_keys(x, keys), residuals
         entry = Entry(borders.first, borders.enters)
         e, at_ends, is_cut = self.kernels.open_adjoints(
             *known, OutputCotangents(do, ends), entry, self.interpret
@@ -123,18 +126,26 @@ class KernelPassing:
                 adjoints = e.at[end - 1].set(jnp.pad(after, ((0, 0), (0, 0), *((0, n) for n in widths))))
             cotangents = OutputCotangents(do, ends)
             out = self.kernels.open_backward(*known, cotangents, adjoints, self.interpret)
-            return *through_norm((out.q, out.k)), *out.floats[2:]
+            return self._with_keys(out, through_norm(self._keys(out))).floats
 
         return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
 
     @property
     def _plain(self) -> Call:
-        """The call on q and k that are normalised."""
+        """The call on keys that are normalised."""
         return self.call._replace(use_qk_l2norm=False)
 
-    def _normalized(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """q and k as the kernels take them."""
-        return (gates.l2norm(q), gates.l2norm(k)) if self.call.use_qk_l2norm else (q, k)
+    def _keys(self, x: Arrays) -> tuple[jax.Array, ...]:
+        """The arrays that the norm is of."""
+        return tuple(getattr(x, name) for name in self.call.keys)
+
+    def _with_keys(self, x: Arrays, keys: tuple[jax.Array, ...]) -> Arrays:
+        """x with others in their places."""
+        return x._replace(**dict(zip(self.call.keys, keys, strict=True)))
+
+    def _normalized(self, *keys: jax.Array) -> tuple[jax.Array, ...]:
+        """Keys as the kernels take them."""
+        return tuple(map(gates.l2norm, keys)) if self.call.use_qk_l2norm else keys
 
 
 def _items_of(items: Any, sequence: Int[Array, ""] | None, rows: int) -> tuple[jax.Array, jax.Array]:
