@@ -18,7 +18,7 @@ from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import Structure, split
 from gdn_jax.serving.draws import Draws
-from gdn_jax.serving.programs import Chain, Params
+from gdn_jax.serving.programs import Chain
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole
 
@@ -34,8 +34,9 @@ class ServedModel:
     capacity. `Server.submit` refuses such a request, and with `gdn_jax.debug_checks` every call does.
 
     `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are the
-    weights of `for_inference(model)`, 16 bits in 16-bit models, and for `decode` the weights of `for_decoding`, as in
-    the loop of `generate`. On a GPU these are copies of the projections' weights.
+    weights of `for_decoding(for_inference(model))`, 16 bits in 16-bit models, as in the loop of `generate`. On a GPU
+    these are copies of the projections' weights, which prompts and tokens share: without the model itself they are
+    in memory once.
 
     Args:
       model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token,
@@ -74,12 +75,10 @@ class ServedModel:
             self._drafts = HeadDrafts(model, num_drafts, draft_vocab, Attending(batch_invariant))
             self._chain = 1 + num_drafts
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
-        self._whole, whole = split(for_inference(model))
-        rows = MANY if max_batch is None or batch_invariant else max_batch * self._chain
-        self._single, single = _for_tokens(self._whole, whole, rows)
+        rows = None if max_batch is None or batch_invariant else max_batch * self._chain
+        self._structure, self.params = _for_tokens(*split(for_inference(model)), rows)
         # A window's pool has all tokens and is no ring, as its cache is.
         self._is_one_row = rows == 1 and "window_attention" not in model.config.types
-        self.params = Params(whole, single)
 
     def make_pools(
         self,
@@ -140,7 +139,7 @@ class ServedModel:
           pools: of `make_pools`, or of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model, layers = self._whole.merge(Params.of(params).prefill), self._drafts.layers(pools)
+        model, layers = self._structure.merge(params), self._drafts.layers(pools)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].prefill(mixer, x, layers[i], cu_seqlens, slots, has_initial_state)
@@ -172,7 +171,7 @@ class ServedModel:
           pools: of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model = self._single.merge(Params.of(params).decode)
+        model = self._structure.merge(params)
         if self._is_one_row and all(map(_is_cache, pools)):
             x, pools = model.hidden_states(tokens[:, None], cache=pools)
             return next_tokens(model.logits(x), draws)[:, 0], pools
@@ -208,7 +207,7 @@ class ServedModel:
           num_accepted_tokens: [N], of the call before.
           pools: of the call before.
         """
-        model = self._whole.merge(Params.of(params).prefill)
+        model = self._structure.merge(params)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
@@ -227,13 +226,14 @@ MANY = 2
 """Rows for which a model is prepared that serves any number of requests, see `for_decoding`."""
 
 
-def _for_tokens(structure: Structure, arrays: list[Any], rows: int) -> tuple[Structure, list[Any]]:
-    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, made by one
-    program. An array that stays is shared."""
+def _for_tokens(structure: Structure, arrays: list[Any], rows: int | None) -> tuple[Structure, list[Any]]:
+    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, or for any, made
+    by one program. An array that stays is shared."""
     found: list[Any] = []
 
     def make(arrays: list[Any]) -> list[Any]:
-        single, laid_out = split(for_decoding(structure.merge(arrays), rows))
+        prepared = for_decoding(structure.merge(arrays), rows or MANY, in_parts=rows is not None)
+        single, laid_out = split(prepared)
         places = {id(x): i for i, x in enumerate(arrays)}
         found.extend([single, [places.get(id(x)) for x in laid_out]])
         return [x for x in laid_out if id(x) not in places]

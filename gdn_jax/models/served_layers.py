@@ -79,7 +79,7 @@ class Recurrent:
         has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
     ) -> tuple[Float[Array, "1 T D"], LayerPools]:
         """Pieces of prompts, packed in one row."""
-        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
+        mixer, addresses = _layer(mixer), dict(read_slots=slots, has_initial_state=has_initial_state)
         qkv, conv = serving.causal_conv1d(
             mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
         )
@@ -100,7 +100,7 @@ class Recurrent:
             at = Address.of(slots, pool.conv)
             if isinstance(pool.state, jax.Array) and (found := mixer.by_kernels(x, pool, at.slot)):
                 return found
-            mixer = mixer.mixer
+        mixer = _layer(mixer)
         qkv = mixer.project_qkv(x)[:, 0]
         qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
         o, state = self._token(mixer, x, qkv)(pool.state, read_slots=slots)
@@ -120,7 +120,7 @@ class Recurrent:
         num_accepted_tokens: Indices,
     ) -> tuple[Float[Array, "N T D"], LayerPools]:
         """The last token and drafts of every request."""
-        accepted = dict(num_accepted_tokens=num_accepted_tokens)
+        mixer, accepted = _layer(mixer), dict(num_accepted_tokens=num_accepted_tokens)
         qkv, conv = self._window(mixer, x)(pool.conv, state_slots=state_slots, **accepted)
         slots = draft_slots(pool.state, state_slots)
         o, state = self._rule(mixer, x, qkv)(pool.state, state_slots=slots, **accepted)
@@ -134,7 +134,7 @@ class Recurrent:
         slots: Indices,
     ) -> tuple[Float[Array, "N T D"], Accept]:
         """See `chain`."""
-        T, mixer = x.shape[1], mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
+        T, mixer = x.shape[1], _layer(mixer)
         qkv, accept_window = on_trial(self._window(mixer, x), pool.conv, slots, T)
         o, accept_state = on_trial(self._rule(mixer, x, qkv), pool.state, slots, T)
         return mixer.rule_output(o, x), lambda count: LayerPools(accept_window(count), accept_state(count))
@@ -276,7 +276,8 @@ class Attending:
                 past, jnp.where(at.is_slot, past, pool.capacity), past + 1, jnp.where(at.is_slot, at.slot, 0)
             )
             if (found := mixer.by_kernels(x, pool, place)) is not None:
-                y = jnp.where(at.is_slot[:, None, None], found[0], 0)
+                parts = found[0].reshape(-1, *x.shape)  # of a sum, see `for_decoding`
+                y = jnp.where(at.is_slot[:, None, None], parts, 0).reshape(found[0].shape)
                 return y, found[1]._replace(length=pool_slots.put(pool.length, at, past + 1))
         return self.verify(mixer, x, pool, slots[:, None], jnp.ones(slots.shape, jnp.int32))
 
@@ -357,6 +358,11 @@ def _check_room(capacity: int, lengths, is_slot) -> None:
         raise ValueError(
             f"pools: expected a capacity of at least {most}, the tokens of a request, got {capacity}"
         )
+
+
+def _layer(mixer: RecurrentMixer | RecurrentRows) -> Any:
+    """The layer itself, whose projections `for_decoding` may have grouped."""
+    return mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
 
 
 def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:

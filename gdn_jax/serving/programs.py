@@ -61,19 +61,6 @@ class Chain(NamedTuple):
         return jnp.concatenate([self.tokens, self.count[:, None]], axis=1).astype(jnp.int32)
 
 
-class Params(NamedTuple):
-    """A model's parameters, of which each function is given its own: to call a program takes a quarter of a
-    microsecond for each array."""
-
-    prefill: Any
-    decode: Any
-
-    @classmethod
-    def of(cls, params: Any) -> "Params":
-        """Parameters that are no `Params` are the same ones for both functions."""
-        return params if isinstance(params, cls) else cls(params, params)
-
-
 class State(NamedTuple):
     """Contents of the slots: the model's memory of a request, the request's newest token, and how it draws."""
 

@@ -36,7 +36,7 @@ def test_tokens_are_told_as_they_are_read():
     while len(ended) < len(lengths):
         ended |= server.step()
         for number, tokens in server.read.items():
-            assert tokens and len(tokens) <= 2  # the first comes with the second
+            assert len(tokens) == 1
             told.setdefault(number, []).extend(tokens)
     assert told == {number: [*range(n)] for number, n in lengths.items()}
     assert told == {number: tokens.tolist() for number, tokens in ended.items()}
@@ -56,11 +56,11 @@ def test_several_tokens_in_a_step():
         steps.append({number: len(tokens) for number, tokens in server.read.items()})
     for number, length in lengths.items():
         assert ended[number].tolist() == [*range(length)]
-    # The first request goes on during a prompt of three pieces. The first token of the second and the third comes
-    # with four more; then the third has two left, and others wait for its slot.
-    assert [step[1] for step in steps if 1 in step] == [2, 1, 1]
-    assert [step[2] for step in steps if 2 in step] == [5, 1, 1, 1, 1, 1]
-    assert [step[3] for step in steps if 3 in step] == [5, 1, 1] and len(steps) < 20
+    # The first request goes on during a prompt of three pieces. Four tokens of the second and the third come after
+    # their first ones; then the third has two left, and others wait for its slot.
+    assert [step[1] for step in steps if 1 in step] == [1, 1, 1, 1]
+    assert [step[2] for step in steps if 2 in step] == [1, 4, 1, 1, 1, 1, 1]
+    assert [step[3] for step in steps if 3 in step] == [1, 4, 1, 1] and len(steps) < 20
 
 
 def test_chains_come_one_in_a_step():
@@ -74,11 +74,15 @@ def test_chains_come_one_in_a_step():
 
 
 def test_what_a_step_waits_for(monkeypatch):
-    """Results alone: those of the prompt and of a token, which the second step reads. The clock ticks once a call."""
+    """Results alone: the first token while the next one is made, which the second step reads; a token that is the
+    only one a step later. The clock ticks once a call."""
     monkeypatch.setattr(batching, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
     server = make_server()
     server.submit([1], 2)
-    server.step()
-    assert server.waited == 0
-    server.step()
-    assert server.waited == 2
+    for waited in (1, 2):
+        server.step()
+        assert server.waited == waited
+    server.submit([1], 1)
+    for waited in (2, 3):
+        server.step()
+        assert server.waited == waited
