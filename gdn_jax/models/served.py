@@ -227,8 +227,8 @@ MANY = 2
 
 
 def _for_tokens(structure: Structure, arrays: list[Any], rows: int | None) -> tuple[Structure, list[Any]]:
-    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, or for any, made
-    by one program. An array that stays is shared."""
+    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, or for any,
+    made by one program. An array that stays is shared."""
     found: list[Any] = []
 
     def make(arrays: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.decoder import LanguageModel
-from gdn_jax.models.served_layers import Attending
+from gdn_jax.models.served_layers import Attending, passed
 from gdn_jax.serving.programs import Chain
 from gdn_jax.serving.slots import Address, Indices, put, take
 
@@ -129,7 +129,7 @@ class HeadDrafts:
         count = jnp.maximum(lengths - skipped, 0)
         ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])  # pairs are packed too
         place = jnp.arange(T)
-        piece = jnp.clip(jnp.searchsorted(ends, place, side="right") - 1, 0, len(count) - 1)
+        piece = jnp.clip(passed(ends, place) - 1, 0, len(count) - 1)
         token = jnp.clip(begins[piece] + skipped[piece] + place - ends[piece], 0, T - 1)
         is_first = (token == begins[piece])[:, None]
         before = jnp.where(is_first, take(pools.hidden, at)[piece], hidden[token - 1])

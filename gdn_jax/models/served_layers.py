@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import serving
 from gdn_jax.layers import EraseThenDelta, RecurrentCache, RecurrentMixer
@@ -242,7 +242,7 @@ class Attending:
         begins, counts, at = cu_seqlens[:-1], jnp.diff(cu_seqlens), Address.of(slots, pool)
         past = jnp.where(has_initial_state, pool_slots.take(pool.length, at), 0)
         token = jnp.arange(T)
-        piece = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, len(counts) - 1)
+        piece = jnp.clip(passed(cu_seqlens, token) - 1, 0, len(counts) - 1)
         place = token - begins[piece]
         q, k, v = mixer.heads(x, (past[piece] + place)[None])
         to = at.rows(piece).only(token < cu_seqlens[-1])
@@ -251,7 +251,7 @@ class Attending:
         blocks = -(-counts // size)
         ends = jnp.cumsum(blocks)
         first, number = ends - blocks, jnp.arange(min(N * -(-T // size), T // size + N))
-        of = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, N - 1)
+        of = jnp.clip(passed(ends, number), 0, N - 1)
         own = ((number - first[of]) * size)[:, None] + jnp.arange(size)
         rows = q[0][jnp.clip(begins[of, None] + own, 0, T - 1)]
         o = self._attend(mixer, rows, pool, at.rows(of), past[of, None] + own, (past + counts)[of])
@@ -329,6 +329,11 @@ class Attending:
             o = mixer.some_queries(q, AttentionCache(k, v, lengths), positions)
         o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
         return jnp.where(at.is_slot[:, None, None, None], o, 0)
+
+
+def passed(ends: Int[Array, " N"], places: Int[Array, " T"]) -> Int[Array, " T"]:
+    """How many ends are at or before each place. A search would be a loop of XLA, at which a CUDA graph ends."""
+    return jnp.searchsorted(ends, places, side="right", method="compare_all")
 
 
 def chain(
