@@ -282,7 +282,7 @@ def page(of: list[Device]) -> str:
             "A server under traffic",
             "A `serving.Server` with requests that come and go: prompts of 16 to 2048 tokens, answers of 16 to 512. "
             "The loop is the share of the time in which the host did not wait for the GPU, and idle the share in "
-            "which the GPU had nothing to do, in pauses of 5 us or more of a profile.",
+            "which the GPU had nothing to do.",
             of,
             "serve",
             lambda x: f"{x['model']}, {x['requests']} requests",

@@ -77,19 +77,19 @@ def by_call(found: list[Kernel], calls: int) -> list[list[Kernel]]:
     return groups
 
 
-def idle(found: list[Kernel], least_ns: float) -> float:
-    """The share of the time from the first kernel to the last in which none ran, in pauses of least_ns or more.
+def busy_ms(found: list[Kernel], pause_ns: float) -> float:
+    """Milliseconds from the first kernel to the last, without pauses of pause_ns or more in which none ran.
 
     Args:
       found: kernels of one device in the order of their start.
-      least_ns: shorter pauses are those between the kernels of one program.
+      pause_ns: shorter pauses are those between the kernels of one program.
     """
-    pauses, busy_until = 0.0, found[0].start_ns
+    busy, until = 0.0, found[0].start_ns
     for kernel in found:
-        pause = kernel.start_ns - busy_until
-        pauses += pause if pause >= least_ns else 0.0
-        busy_until = max(busy_until, kernel.end_ns)
-    return pauses / (busy_until - found[0].start_ns)
+        pause = kernel.start_ns - until
+        busy += max(kernel.end_ns - until, 0.0) - (pause if pause >= pause_ns else 0.0)
+        until = max(until, kernel.end_ns)
+    return busy / 1e6
 
 
 def by_kernel(found: list[Kernel], calls: int) -> list[KernelTime]:

@@ -158,11 +158,11 @@ class HeadDrafts:
         return dataclasses.replace(pools, layers=layers, pairs=pairs, newest=newest)
 
     def _one(self, head: Any, x: Array, hidden: Array, pairs: Any, slots: Indices) -> tuple[Array, Any]:
-        """What the head makes of a pair of each request, and the pairs with these."""
+        """The head's outputs for a pair of each request, and the pairs with these."""
         raise NotImplementedError
 
     def _some(self, head: Any, x: Array, hidden: Array, pairs: Any, slots: Indices) -> tuple[Array, Accept]:
-        """What the head makes of some pairs of each request, and the pairs by how many of them stay."""
+        """The head's outputs for some pairs of each request, and the pairs by how many of them stay."""
         raise NotImplementedError
 
 
@@ -224,7 +224,7 @@ def counting(pairs: FixedAttentionCache, more: int) -> FixedAttentionCache:
 
 
 class Round(NamedTuple):
-    """What a round of drafts gives."""
+    """The results of a round of drafts."""
 
     drafts: Int[Array, "B k"]
     new: Int[Array, "B k1"]

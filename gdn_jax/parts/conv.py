@@ -268,7 +268,8 @@ def _convolve_whole(x, weight, bias, activation, initial_state):
 def _add_initial(y, initial_state, w, reach, begin, end):
     """Adds what the first W - 1 tokens of each span of a row see of its initial state [n, D, W - 1].
 
-    Each token reads its part, of which XLA makes one kernel with the sums; to add parts at some tokens would be another.
+    Each token reads its part, of which XLA makes one kernel with the sums: parts that are added at some tokens would
+    be another.
     """
     T = y.shape[0]
     W = w.shape[1]

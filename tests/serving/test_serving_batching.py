@@ -101,43 +101,6 @@ def test_every_request_gets_what_generate_gives(ring):
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))
 
 
-def test_pieces_of_prompts_end_on_multiples_of_64():
-    """Of 100 tokens a step a prompt of 70 leaves 30, no piece of one of 150: of that come 64, then the rest. A short
-    prompt does not overtake the long one."""
-    lengths = []
-
-    def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
-        jax.debug.callback(lambda cu: lengths.append([n for n in np.diff(cu).tolist() if n]), cu_seqlens)
-        return jnp.zeros(slots.shape, jnp.int32), pools
-
-    server = serving.Server(
-        prefill, lambda *x: (x[1], x[3]), None, jnp.zeros((3, 1)), max_batch=3, prefill_tokens=100
-    )
-    for length in (70, 150, 5):
-        server.submit([1] * length, 1)
-    server.run()
-    jax.effects_barrier()
-    assert lengths == [[70], [64, 5], [86]]
-
-
-def test_a_step_runs_the_smallest_program_that_has_room():
-    """Of programs of 64 and 128 tokens: 5 tokens, then 100, then 150 in two pieces."""
-    sizes = []
-
-    def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
-        jax.debug.callback(lambda cu: sizes.append((tokens.shape[1], int(cu[-1]))), cu_seqlens)
-        return jnp.zeros(slots.shape, jnp.int32), pools
-
-    pools = put(np.zeros((3, 1), np.float32))
-    options = dict(max_batch=1, prefill_tokens=(64, 128))
-    server = serving.Server(prefill, lambda *x: (x[1], x[3]), None, pools, **options)
-    for length in (5, 100, 150):
-        server.submit([1] * length, 1)
-    server.run()
-    jax.effects_barrier()
-    assert sizes == [(64, 5), (128, 100), (128, 128), (64, 22)]
-
-
 def test_a_request_beyond_the_capacity_is_refused():
     """Of the pool with the least room, of one kind or another; the last new token needs none."""
     pools = {
