@@ -281,7 +281,8 @@ def page(of: list[Device]) -> str:
         *section(
             "A server under traffic",
             "A `serving.Server` with requests that come and go: prompts of 16 to 2048 tokens, answers of 16 to 512. "
-            "The loop is the share of the time in which the host did not wait for the GPU.",
+            "The loop is the share of the time in which the host did not wait for the GPU, and idle the share in "
+            "which the GPU had nothing to do.",
             of,
             "serve",
             lambda x: f"{x['model']}, {x['requests']} requests",
@@ -291,6 +292,7 @@ def page(of: list[Device]) -> str:
                 ("new tokens a second", number("tokens/s", 4)),
                 ("first token, ms", number("first ms")),
                 ("loop, %", number("loop %", 2)),
+                ("idle, %", number("idle %", 2)),
             ),
         ),
     ]

@@ -77,6 +77,21 @@ def by_call(found: list[Kernel], calls: int) -> list[list[Kernel]]:
     return groups
 
 
+def busy_ms(found: list[Kernel], pause_ns: float) -> float:
+    """Milliseconds from the first kernel to the last, without pauses of pause_ns or more in which none ran.
+
+    Args:
+      found: kernels of one device in the order of their start.
+      pause_ns: shorter pauses are those between the kernels of one program.
+    """
+    busy, until = 0.0, found[0].start_ns
+    for kernel in found:
+        pause = kernel.start_ns - until
+        busy += max(kernel.end_ns - until, 0.0) - (pause if pause >= pause_ns else 0.0)
+        until = max(until, kernel.end_ns)
+    return busy / 1e6
+
+
 def by_kernel(found: list[Kernel], calls: int) -> list[KernelTime]:
     """Milliseconds of a call by kernel, the longest first, and last the time between kernels when none ran.
 

@@ -13,7 +13,10 @@ or up to --most-tokens. Its columns:
 - prompt tokens/s: tokens of the prompts whose first new token came in the timed steps, in a second;
 - first ms, first ms 95 %: from `submit` to the first new token on the host, the median and the 95th percentile;
 - shared tokens/s: with --prefix-gb the tokens of prompts that were found and not read, in a second;
-- loop %: the share of the time in which the host did not wait for the device;
+- loop %: the share of the time in which the host did not wait for the device, which has work meanwhile;
+- idle %: the share of the time in which the GPU had nothing to do, in pauses of 5 us or more between kernels: what
+  the loop costs. A profile of 64 more steps tells the milliseconds of work for a new token; since it slows the host
+  down, these are compared with the time of a new token in the timed steps. Other prompts make it 3 % more or less;
 - first s: seconds from the first `submit` to its second token, nearly all of which is tracing and compiling;
 - pool GB: memory of all slots (10^9 bytes).
 """
@@ -29,8 +32,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from gdn_jax.bench import profiles
 from gdn_jax.bench.benchmark import Benchmark, Case, Result, checked
-from gdn_jax.bench.measure import Timing
+from gdn_jax.bench.measure import Timing, on_gpu
 from gdn_jax.bench.sizes import model_config
 from gdn_jax.commands.errors import fail
 from gdn_jax.commands.fields import Distinct, NotNegative, Positive
@@ -41,6 +45,9 @@ from gdn_jax.serving.pools import GRID
 
 DRAWN = 1024
 """Requests that are drawn; then the first comes again."""
+
+PROFILED, PAUSE_NS = 64, 5e3
+"""Steps of the profile, and the shortest pause between kernels in it that is not within a program."""
 
 
 class Request(NamedTuple):
@@ -59,7 +66,7 @@ class ServeBenchmark(Benchmark):
         "requests": (1, 4),
         "prompt_tokens": (4, 64),
         "answer_tokens": (4, 32),
-        "prefill_tokens": 64,
+        "prefill_tokens": (64,),
         "repeats": 100,
     }
 
@@ -73,8 +80,8 @@ class ServeBenchmark(Benchmark):
     """Shortest and longest prompt."""
     answer_tokens: Annotated[tuple[int, int], Positive] = (16, 512)
     """Shortest and longest answer."""
-    prefill_tokens: Annotated[int, Positive] = 1024
-    """Tokens of prompts in a step; 64 at least."""
+    prefill_tokens: Annotated[tuple[int, ...], Distinct, Positive] = (1024,)
+    """Tokens of prompts in a step, 64 at least; of several a step takes the first that has room for its prompts."""
     most_tokens: Annotated[int, Positive] = 8
     """Most tokens of a request in a step, by one program while no prompt is read; 1: one."""
     system_tokens: Annotated[int, NotNegative] = 0
@@ -101,8 +108,9 @@ class ServeBenchmark(Benchmark):
             shortest, longest = lengths = getattr(self, name)
             if shortest > longest:
                 fail(name, "a shortest and a longest length", " ".join(map(str, lengths)))
-        if self.prefill_tokens < GRID:
-            fail("prefill_tokens", f"{GRID} or more", self.prefill_tokens)
+        if min(self.prefill_tokens) < GRID or list(self.prefill_tokens) != sorted(self.prefill_tokens):
+            expected = f"numbers in ascending order, {GRID} or more"
+            fail("prefill_tokens", expected, " ".join(map(str, self.prefill_tokens)))
         self.config()
 
     def cases(self, note: Callable[[str], None]) -> Iterator[Case]:
@@ -140,6 +148,11 @@ class ServeBenchmark(Benchmark):
 
         def timed() -> tuple[Timing, dict[str, Any]]:
             timing, rates = traffic.timed(self.repeats)
+            if on_gpu():
+                before = traffic.new_tokens
+                found = profiles.kernels(profiles.profile(traffic.step, PROFILED))
+                work = profiles.busy_ms(found, PAUSE_NS) / (traffic.new_tokens - before)
+                rates["idle %"] = 100 * (1 - work * rates["tokens/s"] / 1e3)
             return timing, rates | numbers
 
         yield checked(about, errors, {"wrong answers": 0.0}, timed)

@@ -15,27 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 from gdn_jax.layers import RecurrentMixer
 from gdn_jax.models.attention import FixedAttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.inference.program import for_decoding, for_drafting
+from gdn_jax.models.draft_head import DraftPools, HeadDrafts, counting, run_round
+from gdn_jax.models.inference.program import for_decoding
 from gdn_jax.models.inference.recurrent import RecurrentRows
 from gdn_jax.models.served_layers import LayerPools, kind_of
-from gdn_jax.shapes import check_choice, check_whole
 
 Choose = Callable[[Float[Array, "B T vocab"], Int[Array, "B T"]], Int[Array, "B T"]]
 """The tokens from the logits and their numbers in the new tokens of their rows."""
 Tell = Callable[[Int[Array, "B T"], Int[Array, " B"]], tuple[Int[Array, " B"], Bool[Array, ""]]]
 """Called with new tokens and how many of each row are new: how many of them stay, and whether to stop there."""
-
-
-def check_drafts(model: LanguageModel, drafts: str, num_drafts: int, draft_vocab: int | None) -> None:
-    """Raises ValueError where a model cannot have such drafts."""
-    check_choice("drafts", drafts, ("mtp",))
-    check_whole("num_drafts", num_drafts, 1)
-    if draft_vocab is not None:
-        check_whole("draft_vocab", draft_vocab, 1, model.config.vocab_size)
-    if model.mtp is None:
-        raise ValueError(
-            "drafts: expected None for a model without a head for multi-token prediction, got 'mtp'"
-        )
 
 
 class Prompt(NamedTuple):
@@ -66,10 +54,8 @@ class _Carry(NamedTuple):
     token: Int[Array, " B"]
     """The newest one, which the model has not read."""
     ended: Bool[Array, " B"]
-    newest: Float[Array, "B D"]
-    """The head made it of the newest pair."""
-    cache: Cache
-    head: Any
+    pools: DraftPools
+    """Caches of the model and of its head, whose rows are slots."""
     tokens: Int[Array, "B n"]
     rounds: Rounds
 
@@ -104,7 +90,7 @@ def decode_with_drafts(
     assert model.mtp is not None
     B, k = token.shape[0], num_drafts
     rows, ahead = jnp.arange(B), jnp.arange(k + 1)
-    steps, drafting = for_decoding(model, B * (k + 1)), for_drafting(model, B)
+    steps, drafts = for_decoding(model, B * (k + 1), head_rows=B), RowDrafts(k, draft_vocab)
     after = jnp.roll(prompt.tokens, -1, axis=1).at[rows, prompt.last].set(token)
     found, head = model.mtp(model.embedded(after), prompt.hidden, mask=prompt.mask, return_cache=True)
     empty = partial(jnp.full, fill_value=-1, dtype=token.dtype)
@@ -121,9 +107,9 @@ def decode_with_drafts(
         made=count,
         token=token,
         ended=stopped | is_stop(token),
-        newest=found[rows, prompt.last],
-        cache=cache,
-        head=reserve(head, num_tokens + k),
+        pools=DraftPools(
+            cache, counting(reserve(head, num_tokens + k), -1), None, found[rows, prompt.last], k
+        ),
         tokens=jnp.zeros((B, num_tokens), token.dtype).at[:, 0].set(token),
         rounds=Rounds(empty((B, num_tokens, k)), empty((B, num_tokens))),
     )
@@ -132,31 +118,30 @@ def decode_with_drafts(
         return jnp.any(~carry.ended & (carry.made < num_tokens))
 
     def a_round(carry: _Carry) -> _Carry:
-        drafts, head = _guessed(drafting, carry.newest, carry.head, k, draft_vocab, token.dtype)
-        read = jnp.concatenate([carry.token[:, None], drafts], axis=1)
-        hidden, accept = read_drafts(steps, read, carry.cache)
-        new = choose(steps.logits(hidden), carry.made[:, None] + ahead)
-        right = jnp.cumprod(new[:, :k] == drafts, axis=1).sum(axis=1)
+        numbers = carry.made[:, None] + ahead
+        this = run_round(
+            *(steps, drafts, carry.token, rows, carry.pools),
+            read=partial(read_drafts, steps),
+            choose=lambda logits: choose(logits, numbers),
+        )
+        new, right = this.new, this.right
         is_over = carry.ended | (carry.made >= num_tokens)
         stop = is_stop(new)
         until = jnp.where(stop.any(axis=1), 1 + jnp.argmax(stop, axis=1), k + 1)
         count = jnp.where(is_over, 0, jnp.minimum(jnp.minimum(right + 1, until), num_tokens - carry.made))
         count, stopped = heard(new, count)
         is_new = ahead < count[:, None]
-        places = jnp.where(is_new, carry.made[:, None] + ahead, num_tokens)  # what is there is dropped
-        found, head = drafting.mtp(model.embedded(new), hidden, cache=head, mask=is_new)
+        places = jnp.where(is_new, numbers, num_tokens)  # what is there is dropped
         last = jnp.maximum(count - 1, 0)
         told = Rounds(
-            jnp.where(is_over[:, None], -1, drafts), jnp.where(is_over, -1, right).astype(token.dtype)
+            jnp.where(is_over[:, None], -1, this.drafts), jnp.where(is_over, -1, right).astype(token.dtype)
         )
         return _Carry(
             carry.round + 1,
             carry.made + count,
             jnp.where(is_over, carry.token, new[rows, last]),
             carry.ended | stopped | jnp.any(is_new & stop, axis=1),
-            jnp.where(is_over[:, None], carry.newest, found[rows, last]),
-            accept(count),
-            head,
+            this.after(count),
             carry.tokens.at[rows[:, None], places].set(new, mode="drop"),
             Rounds(*(x.at[:, carry.round].set(y) for x, y in zip(carry.rounds, told, strict=True))),
         )
@@ -166,18 +151,18 @@ def decode_with_drafts(
     return jnp.where(jnp.arange(num_tokens) < end.made[:, None], end.tokens, last), end.rounds
 
 
-def _guessed(
-    model: LanguageModel, newest: Float[Array, "B D"], cache: Any, k: int, words: int | None, dtype: Any
-) -> tuple[Int[Array, "B k"], Any]:
-    """The likeliest next k tokens by the head, among the first `words`, and its cache, of which their entries are no
-    part: these will be made again from the model's own hidden states."""
-    assert model.mtp is not None
-    hidden, drafts, after = newest[:, None], [], cache
-    for i in range(k):
-        drafts.append(jnp.argmax(model.logits(hidden, words), axis=-1).astype(dtype))
-        if i < k - 1:
-            hidden, after = model.mtp(model.embedded(drafts[-1]), hidden, cache=after)
-    return jnp.concatenate(drafts, axis=1), after._replace(length=cache.length)
+class RowDrafts(HeadDrafts):
+    """`HeadDrafts` whose pairs are the head's cache, with the rows as slots.
+
+    Args: those of `HeadDrafts`.
+    """
+
+    def _one(self, head, x, hidden, pairs, slots):
+        return head(x, hidden, cache=pairs)
+
+    def _some(self, head, x, hidden, pairs, slots):
+        y, after = head(x, hidden, cache=pairs)
+        return y, lambda count: after._replace(length=pairs.length + count)
 
 
 def read_drafts(

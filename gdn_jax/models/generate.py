@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from gdn_jax.models.attention import AttentionCache, reserve
 from gdn_jax.models.decoder import Cache, LanguageModel
-from gdn_jax.models.drafts import Prompt, check_drafts, decode_with_drafts
+from gdn_jax.models.draft_head import check_drafts
+from gdn_jax.models.drafts import Prompt, decode_with_drafts
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import Sampling
 from gdn_jax.models.structure import split

@@ -1,5 +1,6 @@
 """A language model over pools of what its layers remember, as `serving.Server` takes it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,14 +12,14 @@ from jaxtyping import Array, Bool, Int
 
 from gdn_jax.models.config import ModelConfig
 from gdn_jax.models.decoder import LanguageModel
-from gdn_jax.models.drafts import check_drafts
+from gdn_jax.models.draft_head import NoDrafts, Pieces, SlotDrafts, check_drafts, run_round
 from gdn_jax.models.inference.program import for_decoding, for_inference
 from gdn_jax.models.sampling import next_tokens
-from gdn_jax.models.served_drafts import HeadDrafts, NoDrafts, Pieces
 from gdn_jax.models.served_layers import Attending, LayerPools, chain, kind_of
 from gdn_jax.models.structure import Structure, split
 from gdn_jax.serving.draws import Draws
-from gdn_jax.serving.programs import Chain, Params
+from gdn_jax.serving.pools import Accept
+from gdn_jax.serving.programs import Chain
 from gdn_jax.serving.slots import Indices
 from gdn_jax.shapes import check_whole
 
@@ -34,8 +35,9 @@ class ServedModel:
     capacity. `Server.submit` refuses such a request, and with `gdn_jax.debug_checks` every call does.
 
     `prefill`, `decode` and `verify` are pure functions of the parameters, `params`, and the pools. `params` are the
-    weights of `for_inference(model)`, 16 bits in 16-bit models, and for `decode` the weights of `for_decoding`, as in
-    the loop of `generate`. On a GPU these are copies of the projections' weights.
+    weights of `for_decoding(for_inference(model))`, 16 bits in 16-bit models, as in the loop of `generate`. On a GPU
+    these are copies of the projections' weights, which prompts and tokens share: without the model itself they are
+    in memory once.
 
     Args:
       model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token,
@@ -71,15 +73,14 @@ class ServedModel:
         self._chain = 1
         if drafts is not None:
             check_drafts(model, drafts, num_drafts, draft_vocab)
-            self._drafts = HeadDrafts(model, num_drafts, draft_vocab, Attending(batch_invariant))
+            self._drafts = SlotDrafts(num_drafts, draft_vocab, model, Attending(batch_invariant))
             self._chain = 1 + num_drafts
         self._kinds: list[Any] = [kind_of(mixer, i, batch_invariant) for i, mixer in enumerate(self._mixers)]
-        self._whole, whole = split(for_inference(model))
-        rows = MANY if max_batch is None or batch_invariant else max_batch * self._chain
-        self._single, single = _for_tokens(self._whole, whole, rows)
+        rows = None if max_batch is None or batch_invariant else max_batch * self._chain
+        head_rows = None if drafts is None else max_batch or MANY
+        self._structure, self.params = _for_tokens(*split(for_inference(model)), rows, head_rows)
         # A window's pool has all tokens and is no ring, as its cache is.
         self._is_one_row = rows == 1 and "window_attention" not in model.config.types
-        self.params = Params(whole, single)
 
     def make_pools(
         self,
@@ -140,7 +141,7 @@ class ServedModel:
           pools: of `make_pools`, or of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model, layers = self._whole.merge(Params.of(params).prefill), self._drafts.layers(pools)
+        model, layers = self._structure.merge(params), self._drafts.layers(pools)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].prefill(mixer, x, layers[i], cu_seqlens, slots, has_initial_state)
@@ -149,7 +150,7 @@ class ServedModel:
         x, after = model.hidden_states(tokens, around=mix, return_cache=True)
         logits = model.logits(x[0, jnp.maximum(ends - 1, 0)])
         new = next_tokens(logits[:, None], draws)[:, 0]
-        pieces = Pieces(tokens, x, cu_seqlens, slots, has_initial_state)
+        pieces = Pieces(tokens, x, cu_seqlens, slots, has_initial_state, new)
         return new, self._drafts.after_prompts(model, pieces, after or (), pools)
 
     def decode(
@@ -172,23 +173,22 @@ class ServedModel:
           pools: of the call before.
           draws: how the requests draw; None: tokens are the likeliest ones.
         """
-        model = self._single.merge(Params.of(params).decode)
+        model = self._structure.merge(params)
         if self._is_one_row and all(map(_is_cache, pools)):
             x, pools = model.hidden_states(tokens[:, None], cache=pools)
             return next_tokens(model.logits(x), draws)[:, 0], pools
-        drafts, pools = self._drafts.guess(model, tokens, slots, pools)
-        layers = self._drafts.layers(pools)
 
-        def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
-            return chain(self._kinds[i], mixer, x, layers[i], slots)
+        def read(tokens: Array, layers: tuple) -> tuple[Array, Accept]:
+            def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
+                return chain(self._kinds[i], mixer, x, layers[i], slots)
 
-        read = jnp.concatenate([tokens[:, None], drafts], axis=1)
-        x, accepts = model.hidden_states(read, around=mix, return_cache=True)
-        logits = model.logits(x.reshape(-1, x.shape[-1]))
-        new = next_tokens(logits.reshape(*read.shape, -1), draws)
-        count = 1 + jnp.cumprod(new[:, :-1] == drafts, axis=1).sum(axis=1)
-        layers = tuple(accept(count) for accept in accepts or ())
-        return self._drafts.after_step(model, Chain(new, count), x, slots, layers, pools)
+            x, accepts = model.hidden_states(tokens, around=mix, return_cache=True)
+            return x, lambda count: tuple(accept(count) for accept in accepts or ())
+
+        options: Any = dict(read=read, choose=partial(next_tokens, draws=draws))
+        this = run_round(model, self._drafts, tokens, slots, pools, **options)
+        count = 1 + this.right
+        return this.new[:, 0] if self._chain == 1 else Chain(this.new, count), this.after(count)
 
     def verify(
         self,
@@ -208,7 +208,7 @@ class ServedModel:
           num_accepted_tokens: [N], of the call before.
           pools: of the call before.
         """
-        model = self._whole.merge(Params.of(params).prefill)
+        model = self._structure.merge(params)
 
         def mix(i: int, mixer: Any, x: Array, **_: Any) -> tuple[Array, Any]:
             return self._kinds[i].verify(mixer, x, pools[i], state_slots, num_accepted_tokens)
@@ -227,13 +227,16 @@ MANY = 2
 """Rows for which a model is prepared that serves any number of requests, see `for_decoding`."""
 
 
-def _for_tokens(structure: Structure, arrays: list[Any], rows: int) -> tuple[Structure, list[Any]]:
-    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, made by one
-    program. An array that stays is shared."""
+def _for_tokens(
+    structure: Structure, arrays: list[Any], rows: int | None, head_rows: int | None
+) -> tuple[Structure, list[Any]]:
+    """Structure and arrays of a model of `for_inference` as `decode` reads them for a number of rows, or for any,
+    made by one program. An array that stays is shared."""
     found: list[Any] = []
 
     def make(arrays: list[Any]) -> list[Any]:
-        single, laid_out = split(for_decoding(structure.merge(arrays), rows))
+        options: Any = dict(in_parts=rows is not None, head_rows=head_rows)
+        single, laid_out = split(for_decoding(structure.merge(arrays), rows or MANY, **options))
         places = {id(x): i for i, x in enumerate(arrays)}
         found.extend([single, [places.get(id(x)) for x in laid_out]])
         return [x for x in laid_out if id(x) not in places]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn_jax import serving
 from gdn_jax.layers import EraseThenDelta, RecurrentCache, RecurrentMixer
@@ -79,7 +79,7 @@ class Recurrent:
         has_initial_state: Bool[Array, " N"] | Bool[np.ndarray, " N"],
     ) -> tuple[Float[Array, "1 T D"], LayerPools]:
         """Pieces of prompts, packed in one row."""
-        addresses = dict(read_slots=slots, has_initial_state=has_initial_state)
+        mixer, addresses = _layer(mixer), dict(read_slots=slots, has_initial_state=has_initial_state)
         qkv, conv = serving.causal_conv1d(
             mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
         )
@@ -100,7 +100,7 @@ class Recurrent:
             at = Address.of(slots, pool.conv)
             if isinstance(pool.state, jax.Array) and (found := mixer.by_kernels(x, pool, at.slot)):
                 return found
-            mixer = mixer.mixer
+        mixer = _layer(mixer)
         qkv = mixer.project_qkv(x)[:, 0]
         qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
         o, state = self._token(mixer, x, qkv)(pool.state, read_slots=slots)
@@ -120,7 +120,7 @@ class Recurrent:
         num_accepted_tokens: Indices,
     ) -> tuple[Float[Array, "N T D"], LayerPools]:
         """The last token and drafts of every request."""
-        accepted = dict(num_accepted_tokens=num_accepted_tokens)
+        mixer, accepted = _layer(mixer), dict(num_accepted_tokens=num_accepted_tokens)
         qkv, conv = self._window(mixer, x)(pool.conv, state_slots=state_slots, **accepted)
         slots = draft_slots(pool.state, state_slots)
         o, state = self._rule(mixer, x, qkv)(pool.state, state_slots=slots, **accepted)
@@ -134,7 +134,7 @@ class Recurrent:
         slots: Indices,
     ) -> tuple[Float[Array, "N T D"], Accept]:
         """See `chain`."""
-        T, mixer = x.shape[1], mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
+        T, mixer = x.shape[1], _layer(mixer)
         qkv, accept_window = on_trial(self._window(mixer, x), pool.conv, slots, T)
         o, accept_state = on_trial(self._rule(mixer, x, qkv), pool.state, slots, T)
         return mixer.rule_output(o, x), lambda count: LayerPools(accept_window(count), accept_state(count))
@@ -242,7 +242,7 @@ class Attending:
         begins, counts, at = cu_seqlens[:-1], jnp.diff(cu_seqlens), Address.of(slots, pool)
         past = jnp.where(has_initial_state, pool_slots.take(pool.length, at), 0)
         token = jnp.arange(T)
-        piece = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, len(counts) - 1)
+        piece = jnp.clip(passed(cu_seqlens, token) - 1, 0, len(counts) - 1)
         place = token - begins[piece]
         q, k, v = mixer.heads(x, (past[piece] + place)[None])
         to = at.rows(piece).only(token < cu_seqlens[-1])
@@ -251,7 +251,7 @@ class Attending:
         blocks = -(-counts // size)
         ends = jnp.cumsum(blocks)
         first, number = ends - blocks, jnp.arange(min(N * -(-T // size), T // size + N))
-        of = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, N - 1)
+        of = jnp.clip(passed(ends, number), 0, N - 1)
         own = ((number - first[of]) * size)[:, None] + jnp.arange(size)
         rows = q[0][jnp.clip(begins[of, None] + own, 0, T - 1)]
         o = self._attend(mixer, rows, pool, at.rows(of), past[of, None] + own, (past + counts)[of])
@@ -276,7 +276,8 @@ class Attending:
                 past, jnp.where(at.is_slot, past, pool.capacity), past + 1, jnp.where(at.is_slot, at.slot, 0)
             )
             if (found := mixer.by_kernels(x, pool, place)) is not None:
-                y = jnp.where(at.is_slot[:, None, None], found[0], 0)
+                parts = found[0].reshape(-1, *x.shape)  # of a sum, see `for_decoding`
+                y = jnp.where(at.is_slot[:, None, None], parts, 0).reshape(found[0].shape)
                 return y, found[1]._replace(length=pool_slots.put(pool.length, at, past + 1))
         return self.verify(mixer, x, pool, slots[:, None], jnp.ones(slots.shape, jnp.int32))
 
@@ -330,6 +331,11 @@ class Attending:
         return jnp.where(at.is_slot[:, None, None, None], o, 0)
 
 
+def passed(ends: Int[Array, " N"], places: Int[Array, " T"]) -> Int[Array, " T"]:
+    """How many ends are at or before each place. A search would be a loop of XLA, at which a CUDA graph ends."""
+    return jnp.searchsorted(ends, places, side="right", method="compare_all")
+
+
 def chain(
     kind: "Recurrent | Attending", mixer: Any, x: Float[Array, "N T D"], pool: Any, slots: Indices
 ) -> tuple[Float[Array, "N T D"], Accept]:
@@ -357,6 +363,11 @@ def _check_room(capacity: int, lengths, is_slot) -> None:
         raise ValueError(
             f"pools: expected a capacity of at least {most}, the tokens of a request, got {capacity}"
         )
+
+
+def _layer(mixer: RecurrentMixer | RecurrentRows) -> Any:
+    """The layer itself, whose projections `for_decoding` may have grouped."""
+    return mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
 
 
 def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:

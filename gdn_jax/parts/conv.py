@@ -207,7 +207,7 @@ def convolve_spans(
       x, weight, bias, activation: as in `causal_conv1d`, T > 0.
       initial_state: inputs before each span, or None for zeros.
       fresh: True where nothing earlier may be seen: at the first token of every span and segment.
-      begin, end: the spans, disjoint; begin = end is an empty one.
+      begin, end: the spans, one after the other; begin = end is an empty one.
       inside: False at tokens of no span; they are read as zeros and their output is 0. None: there are none.
 
     Returns:
@@ -266,7 +266,11 @@ def _convolve_whole(x, weight, bias, activation, initial_state):
 
 
 def _add_initial(y, initial_state, w, reach, begin, end):
-    """Adds what the first W - 1 tokens of each span of a row see of its initial state [n, D, W - 1]."""
+    """Adds what the first W - 1 tokens of each span of a row see of its initial state [n, D, W - 1].
+
+    Each token reads its part, of which XLA makes one kernel with the sums: parts that are added at some tokens would
+    be another.
+    """
     T = y.shape[0]
     W = w.shape[1]
     state = jnp.swapaxes(initial_state, 1, 2)  # [n, W-1, D]
@@ -274,11 +278,13 @@ def _add_initial(y, initial_state, w, reach, begin, end):
     extra = state * w[:, 0]
     for j in range(1, W - 1):
         extra = extra + jnp.pad(state[:, j:], ((0, 0), (0, j), (0, 0))) * w[:, j]
-    r = jnp.arange(W - 1)
-    token = begin[:, None] + r
+    token = jnp.arange(T)
+    span = jnp.searchsorted(end, token, side="right", method="compare_all")
+    r = token - begin.at[span].get(mode="fill", fill_value=T)
     # reach = r: the span has not changed segment since its first token.
-    touched = (token < end[:, None]) & (reach[jnp.clip(token, 0, T - 1)] == r)
-    return y.at[jnp.where(touched, token, T)].add(extra, mode="drop")
+    touched = (r >= 0) & (r < W - 1) & (reach == r)
+    place = jnp.where(touched, span * (W - 1) + r, extra.shape[0] * (W - 1))
+    return y + extra.reshape(-1, extra.shape[-1]).at[place].get(mode="fill", fill_value=0)
 
 
 def _last_inputs(x, initial_state, reach, begin, end):

@@ -1,7 +1,8 @@
 """Continuous batching: requests of uneven lengths join and leave a batch of fixed size, and slots are used again.
 
 The device never waits for the host: the token that a request needs next stays on the device, in the slot of the
-request, and results are read one step late. Every array of indices that a program is given is a new one that nobody
+request, and tokens are read one step late, while the next ones are made. First tokens are read in their own step, if
+the device then has tokens to make. Every array of indices that a program is given is a new one that nobody
 writes to again, since the device may read it long after the call. A request counts what a program was given after
 that program has started, so a step that is interrupted before loses nothing.
 """
@@ -21,9 +22,9 @@ from gdn_jax.serving.arguments import capacity, slot_count
 from gdn_jax.serving.draws import Draw, Draws
 from gdn_jax.serving.pools import GRID
 from gdn_jax.serving.prefixes import Prefixes
-from gdn_jax.serving.programs import Decode, Params, Prefill, State, run_decode, run_prefill, take_state
+from gdn_jax.serving.programs import Decode, Prefill, State, run_decode, run_prefill, take_state
 from gdn_jax.serving.slots import put_slots, take_slots
-from gdn_jax.shapes import check_whole
+from gdn_jax.shapes import ArgumentError, check_whole
 
 TOKENS = 2**31
 """Tokens that int32 tells apart."""
@@ -64,7 +65,8 @@ class Server:
       max_batch: most requests that run at once, not above the number of slots.
       max_waiting: most requests that wait.
       prefill_tokens: tokens of prompts in a step, at least 64. A longer prompt is read in chunks that end at
-        multiples of 64 tokens.
+        multiples of 64 tokens. Of several numbers, in ascending order, each is a program, and a step runs the first
+        that has room for its prompts, or the last: few tokens then cost less, and to compile costs more.
       vocab_size: `submit` refuses tokens from this number on. By default it takes all of int32.
       prefix_bytes: device memory for shared prefixes, in bytes: a request starts after the longest prefix of its
         prompt that an earlier prompt had too. Its tokens stay the same, except for ties within rounding. 0: every
@@ -88,7 +90,7 @@ class Server:
         *,
         max_batch: int,
         max_waiting: int = 64,
-        prefill_tokens: int = 256,
+        prefill_tokens: int | Sequence[int] = 256,
         vocab_size: int | None = None,
         prefix_bytes: int = 0,
         prefix_stride: int = 256,
@@ -98,19 +100,22 @@ class Server:
         slots = slot_count(pools)
         check_whole("max_batch", max_batch, 1, slots)
         check_whole("max_waiting", max_waiting, 1)
-        check_whole("prefill_tokens", prefill_tokens, GRID)
+        self._sizes = [*prefill_tokens] if isinstance(prefill_tokens, Sequence) else [prefill_tokens]
+        for size in self._sizes:
+            check_whole("prefill_tokens", size, GRID)
+        if not self._sizes or self._sizes != sorted(set(self._sizes)):
+            raise ArgumentError("prefill_tokens", "a number, or several in ascending order", prefill_tokens)
         check_whole("most_tokens", most_tokens, 1)
         if vocab_size is not None:
             check_whole("vocab_size", vocab_size, 1, TOKENS)
         self._tokens = vocab_size or TOKENS
-        self._prefill, self._decode, self._params = prefill, decode, Params.of(params)
+        self._prefill, self._decode, self._params = prefill, decode, params
         self._capacity = capacity(pools)
         self._samples = sampling
         draws = jax.tree.map(jnp.asarray, Draws.of([Draw.none()] * slots)) if sampling else None
         self._state = State(pools, jnp.zeros(slots, jnp.int32), draws)
         self._free = deque(range(slots))
-        self._max_batch, self._max_waiting, self._prefill_tokens = max_batch, max_waiting, prefill_tokens
-        self._most_tokens = most_tokens
+        self._max_batch, self._max_waiting, self._most_tokens = max_batch, max_waiting, most_tokens
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._unread: deque[tuple[jax.Array, list[_Request | None]]] = deque()
@@ -182,7 +187,8 @@ class Server:
         return self._number
 
     def step(self) -> dict[int, np.ndarray]:
-        """Starts a token of every running request, or several, and reads those that the step before started.
+        """Starts a token of every running request, or several, and reads those that the step before started, and the
+        first tokens of requests whose prompts this step ends.
 
         Returns:
           The new tokens of the requests that have ended.
@@ -191,8 +197,9 @@ class Server:
         self._admit()
         self.occupied = {request.slot: request.number for request in self._running}
         self._start_prompts()
+        prompts = len(self._unread)
         self._start_tokens()
-        for _ in range(started):
+        for _ in range(prompts if len(self._unread) > prompts else started):
             self._read(*self._unread[0])
             self._unread.popleft()
         finished, self._finished = self._finished, {}
@@ -265,22 +272,23 @@ class Server:
 
     def _start_prompts(self) -> None:
         rows: list[tuple[_Request, np.ndarray]] = []
-        room = self._prefill_tokens
-        for request in self._running:
+        room = self._sizes[-1]
+        for request in [request for request in self._running if not request.made]:
             left = len(request.prompt) - request.seen
             length = left if left <= room else room // GRID * GRID
-            if left and not length:
+            if not length:
                 break
-            if left:
-                length = self.prefixes.whole(request.prompt, request.seen, length)
-                rows.append((request, request.prompt[request.seen : request.seen + length]))
-                room -= length
+            length = self.prefixes.whole(request.prompt, request.seen, length)
+            rows.append((request, request.prompt[request.seen : request.seen + length]))
+            room -= length
         if not rows:
             return
         owners: list[_Request | None] = [
             request if request.seen + len(piece) == len(request.prompt) else None for request, piece in rows
         ]
-        tokens = np.concatenate([piece for _, piece in rows] + [np.zeros(room, np.int32)])
+        used = self._sizes[-1] - room
+        size = next(size for size in self._sizes if size >= used)
+        tokens = np.concatenate([piece for _, piece in rows] + [np.zeros(size - used, np.int32)])
         table = np.full((4, self._max_batch + 1), -1)
         table[0, : len(rows) + 1] = ends = np.cumsum([0] + [len(piece) for _, piece in rows])
         table[0, len(rows) + 1 :] = ends[-1]
@@ -289,7 +297,7 @@ class Server:
         table[3, : len(rows)] = [-1 if owner is None else owner.slot for owner in owners]
         draws = [request.draw for request, _ in rows] + [Draw.none()] * (self._max_batch - len(rows))
         draws = Draws.of(draws) if self._samples else None
-        arguments = self._params.prefill, _indices(tokens[None]), _indices(table), draws
+        arguments = self._params, _indices(tokens[None]), _indices(table), draws
         new, self._state = run_prefill(self._prefill, self._state, *arguments)
         for request, piece in rows:
             request.seen += len(piece)
@@ -308,7 +316,7 @@ class Server:
             steps = 1
         table = np.full((2, self._max_batch), -1)
         table[:, : len(owners)] = [request.slot for request in owners], left
-        new, self._state = run_decode(self._decode, steps, self._state, self._params.decode, _indices(table))
+        new, self._state = run_decode(self._decode, steps, self._state, self._params, _indices(table))
         self._count(new, owners, steps)
 
     def _count(self, new: jax.Array, owners: list[_Request | None], steps: int = 1) -> None:
@@ -320,20 +328,23 @@ class Server:
                 self._release(request)
 
     def _read(self, new: jax.Array, owners: list[_Request | None]) -> None:
-        """Reads the tokens [steps, N, T + 1] of programs: the last number of each row is how many there are."""
+        """Reads the tokens [steps, N, T + 1] of a program: the last number of each row is how many there are."""
         began = time.perf_counter()
-        rows = np.asarray(new).swapaxes(0, 1).tolist()
+        rows = np.asarray(new).swapaxes(0, 1)
         self.waited += time.perf_counter() - began
-        for steps, request in zip(rows, owners, strict=False):
+        tokens, count = rows[..., :-1], rows[..., -1]
+        # Of all requests at once: what Python does for each of them costs every step.
+        every = tokens[np.arange(tokens.shape[-1]) < count[..., None]].tolist()
+        ends, drafts = count.sum(1).cumsum().tolist(), (count - 1).clip(0).sum(1).tolist()
+        for request, begin, end, right in zip(owners, [0, *ends], ends, drafts, strict=False):
             if request is None or request.is_done:
                 continue
-            request.made += sum(max(count, 1) - 1 for *_, count in steps)
-            found = [token for *tokens, count in steps for token in tokens[:count]]
-            found = found[: request.num_tokens - len(request.tokens)]
+            request.made += right
+            found = every[begin:end][: request.num_tokens - len(request.tokens)]
             if request.stop_token in found:
                 found = found[: found.index(request.stop_token) + 1]
             request.tokens += found
-            self.read.setdefault(request.number, []).extend(found)
+            self.read[request.number] = self.read.get(request.number, []) + found
             if found[-1] == request.stop_token or len(request.tokens) == request.num_tokens:
                 request.is_done = True
                 self._finished[request.number] = np.array(request.tokens)

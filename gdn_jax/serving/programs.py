@@ -61,19 +61,6 @@ class Chain(NamedTuple):
         return jnp.concatenate([self.tokens, self.count[:, None]], axis=1).astype(jnp.int32)
 
 
-class Params(NamedTuple):
-    """A model's parameters, of which each function is given its own: to call a program takes a quarter of a
-    microsecond for each array."""
-
-    prefill: Any
-    decode: Any
-
-    @classmethod
-    def of(cls, params: Any) -> "Params":
-        """Parameters that are no `Params` are the same ones for both functions."""
-        return params if isinstance(params, cls) else cls(params, params)
-
-
 class State(NamedTuple):
     """Contents of the slots: the model's memory of a request, the request's newest token, and how it draws."""
 
@@ -88,7 +75,11 @@ def take_state(state: State, slots: Any) -> Any:
     return take_slots(state, slots)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
+OPTIONS = {"xla_enable_command_buffers_during_profiling": True}
+"""Compiler options: a profile shows programs as they run, each as a CUDA graph."""
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=OPTIONS)
 def run_prefill(prefill: Prefill, state: State, params, tokens, table, draws):
     """Pieces of prompts, of which each column of the table [4, N + 1] has where it begins, its slot, whether the slot
     has an initial state, and the slot again if the prompt ends: only then there is a newest token."""
@@ -106,7 +97,7 @@ def run_prefill(prefill: Prefill, state: State, params, tokens, table, draws):
     return new.packed()[None], State(pools, newest, draws)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, compiler_options=OPTIONS)
 def run_decode(decode: Decode, steps: int, state: State, params, table):
     """Steps of tokens of requests, of which each column of the table [2, B] has the slot, and how many tokens it gets
     at most: after them it is padding."""

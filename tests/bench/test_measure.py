@@ -76,6 +76,7 @@ def test_a_profile_by_kernel_of_one_device():
     found = profiles.kernels(profile(streams), 0)
     assert not profiles.kernels(profile(streams), 1)
     times = [(name, launches, round(ms, 6)) for name, launches, ms in profiles.by_kernel(found, 2)]
+    assert [round(profiles.busy_ms(found, pause), 6) for pause in (1e3, 2e3)] == [0.031, 0.032]
     assert times == [("a", 1, 0.011), ("nccl", 0.5, 0.005), ("b", 0.5, 0.002), ("between kernels", 0, 0.0005)]
 
 

@@ -62,8 +62,8 @@ def test_a_system_prompt_is_shared(tmp_path):
 
 
 def test_steps_and_requests_are_counted(monkeypatch):
-    """By a clock that ticks once a call. Two requests are in flight, each for three steps: the second one tells the
-    first two new tokens, the third one the last."""
+    """By a clock that ticks once a call. Two requests are in flight, each for three steps, each of
+    which tells a new token."""
     monkeypatch.setattr(serve, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
     pools = put(np.zeros((2, 1), np.float32))
     server = serving.Server(prefill, decode, None, pools, max_batch=2, max_waiting=2)
@@ -75,8 +75,8 @@ def test_steps_and_requests_are_counted(monkeypatch):
     seconds, requests = 9 * 2 + 3 * 2, 6
     assert numbers["tokens/s"] == pytest.approx(3 * requests / seconds)
     assert numbers["prompt tokens/s"] == pytest.approx(5 * requests / seconds)
-    # The first of two is submitted a tick earlier. Its token is there at the end of the second step.
-    assert (numbers["first ms"], numbers["first ms 95 %"]) == (3500, 4000)
+    # The first of two is submitted a tick earlier. Its token is there at the end of the same step.
+    assert (numbers["first ms"], numbers["first ms 95 %"]) == (1500, 2000)
     assert 90 < numbers["loop %"] <= 100 and traffic.ended == [True] * 6
 
 
@@ -109,7 +109,11 @@ def test_wrong_answers_are_not_timed():
     [
         ("--prompt-tokens 9 8", "--prompt-tokens: expected a shortest and a longest length, got 9 8"),
         ("--answer-tokens 0 8", "--answer-tokens: expected a number above 0, got 0"),
-        ("--prefill-tokens 63", "--prefill-tokens: expected 64 or more, got 63"),
+        ("--prefill-tokens 63", "--prefill-tokens: expected numbers in ascending order, 64 or more, got 63"),
+        (
+            "--prefill-tokens 128 64",
+            "--prefill-tokens: expected numbers in ascending order, 64 or more, got 128 64",
+        ),
         ("--requests 0", "--requests: expected a number above 0, got 0"),
         ("--ring 0", "--ring: expected a number above 0, got 0"),
         ("--model qwen9", "--model: expected one of tiny, 0.4b, 1.3b, qwen3.5-small"),

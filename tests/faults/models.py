@@ -35,8 +35,8 @@ FAULTS = (
     ),
     Fault(
         "every draft is taken",
-        "right = jnp.cumprod(new[:, :k] == drafts, axis=1).sum(axis=1)",
-        "right = jnp.full(B, k)",
+        "right = jnp.cumprod(new[:, :-1] == guesses, axis=1).sum(axis=1)",
+        "right = jnp.full(len(new), new.shape[1] - 1)",
         "tests/models/test_drafts.py::test_rounds_are_those_of_transformers",
     ),
     Fault(
@@ -88,9 +88,9 @@ FAULTS = (
         "tests/models/test_served_drafts.py::test_rounds_are_those_of_transformers",
     ),
     Fault(
-        "a served head keeps the pairs of drafts",
-        "pairs = pairs._replace(length=lengths[0])",
-        "pairs = pairs._replace(length=lengths[-1])",
+        "a head keeps the pairs of drafts",
+        "pairs = pairs._replace(length=pools.pairs.length)",
+        "pairs = counting(pairs, -1)",
         "tests/models/test_served_drafts.py::test_rounds_are_those_of_transformers",
     ),
     Fault(
@@ -119,7 +119,7 @@ FAULTS = (
     ),
     Fault(
         "a server counts one token of a chain",
-        "request.made += sum(max(count, 1) - 1 for *_, count in steps)",
+        "request.made += right",
         "request.made += 0",
         "tests/models/test_served_drafts.py::test_room_for_the_steps_of_a_server",
     ),

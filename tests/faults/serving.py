@@ -97,7 +97,7 @@ FAULTS = (
         "pieces of prompts end anywhere",
         "room // GRID * GRID",
         "room",
-        "tests/serving/test_serving_batching.py::test_pieces_of_prompts_end_on_multiples_of_64",
+        "tests/serving/test_serving_reading.py::test_pieces_of_prompts_end_on_multiples_of_64",
     ),
     Fault(
         "one request too many waits",
@@ -109,7 +109,7 @@ FAULTS = (
         "short prompts overtake a long one",
         "if left and not length:\n                break\n",
         "if left and not length:\n                continue\n",
-        "tests/serving/test_serving_batching.py::test_pieces_of_prompts_end_on_multiples_of_64",
+        "tests/serving/test_serving_reading.py::test_pieces_of_prompts_end_on_multiples_of_64",
     ),
     Fault(
         "a request takes a token more than a slot holds",

@@ -101,25 +101,6 @@ def test_every_request_gets_what_generate_gives(ring):
     assert_same_tokens(wanted(), serve_all(make_server(ring=ring)))
 
 
-def test_pieces_of_prompts_end_on_multiples_of_64():
-    """Of 100 tokens a step a prompt of 70 leaves 30, no piece of one of 150: of that come 64, then the rest. A short
-    prompt does not overtake the long one."""
-    lengths = []
-
-    def prefill(params, tokens, cu_seqlens, slots, has_initial_state, pools):
-        jax.debug.callback(lambda cu: lengths.append([n for n in np.diff(cu).tolist() if n]), cu_seqlens)
-        return jnp.zeros(slots.shape, jnp.int32), pools
-
-    server = serving.Server(
-        prefill, lambda *x: (x[1], x[3]), None, jnp.zeros((3, 1)), max_batch=3, prefill_tokens=100
-    )
-    for length in (70, 150, 5):
-        server.submit([1] * length, 1)
-    server.run()
-    jax.effects_barrier()
-    assert lengths == [[70], [64, 5], [86]]
-
-
 def test_a_request_beyond_the_capacity_is_refused():
     """Of the pool with the least room, of one kind or another; the last new token needs none."""
     pools = {
@@ -216,18 +197,20 @@ def test_a_preempted_request_is_the_next():
 
 def test_a_request_whose_end_is_read_after_it_lost_its_slot():
     """It ends once, and its slot serves the next; three others have the other places all the time."""
-    stop = int(wanted()[0][0])
+    first, stop = map(int, wanted()[0][:2])
+    assert first != stop
     server = make_server()
     number = server.submit(prompts()[0], 7, stop_token=stop)
     for _ in range(3):
         server.submit(prompts()[0], 40)
     other = server.submit(prompts()[6], 4)
-    server.step()  # starts the token that ends it
+    server.step()  # reads the first token, and starts the one that ends it
+    assert server.read[number] == [first]
     server.preempt(number)
     ended = {}
     while not (ended := ended | server.step()):
         pass
-    assert [*ended] == [number] and ended[number].tolist() == [stop]
+    assert [*ended] == [number] and ended[number].tolist() == [first, stop]
     while other not in (new := server.step()):
         assert number not in server.occupied.values() and number not in new
 
@@ -428,6 +411,9 @@ def test_errors():
         server.submit([], 1)
     with pytest.raises(ValueError, match="num_tokens: expected at least 1, got 0"):
         server.submit([1], 0)
+    for sizes in ([], [128, 64], [64, 64]):
+        with pytest.raises(ValueError, match=r"prefill_tokens: expected a number, or several in ascending"):
+            serving.Server(prefill, decode, None, pools, max_batch=1, prefill_tokens=sizes)
     with pytest.raises(ValueError, match=r"prefill_tokens: expected at least 64, got 100\.5"):
         serving.Server(prefill, decode, None, pools, max_batch=1, prefill_tokens=100.5)
     with pytest.raises(ValueError, match="max_batch: expected 1 to 3, got '2'"):

@@ -91,7 +91,9 @@ FEW_ROWS = 64
 """Rows of which XLA makes products with narrow results in parts, at most."""
 
 
-def for_decoding(model: LanguageModel, rows: int, *, in_parts: bool = False) -> LanguageModel:
+def for_decoding(
+    model: LanguageModel, rows: int, *, in_parts: bool = False, head_rows: int | None = None
+) -> LanguageModel:
     """A copy for single tokens, whose projections of one input are one product of a transposed weight.
 
     Where a GPU reads few rows, its time is the number of its kernels and the bytes of the weights. The copy has
@@ -102,7 +104,8 @@ def for_decoding(model: LanguageModel, rows: int, *, in_parts: bool = False) -> 
       model: of `for_inference`; may be traced.
       rows: that have a token in every call.
       in_parts: whether mixers and MLPs of few rows may leave their results in parts, which the norms after them add
-        up: for calls of the model alone, not of its mixers.
+        up: for callers that hand a mixer's results on as they are.
+      head_rows: rows that have a token in every call of the head for multi-token prediction; None: it is not called.
     """
     if not usable(model.config.implementation, SMALL):
         return model
@@ -111,18 +114,8 @@ def for_decoding(model: LanguageModel, rows: int, *, in_parts: bool = False) -> 
         _prepare(block, rows, in_parts)
     if rows == 1:
         _look_ahead(model)
-    return model
-
-
-def for_drafting(model: LanguageModel, rows: int) -> LanguageModel:
-    """A copy whose head for multi-token prediction is for single tokens, as `for_decoding` makes the blocks.
-
-    Args: as for `for_decoding`.
-    """
-    if not usable(model.config.implementation, SMALL):
-        return model
-    model = nnx.clone(model)
-    _prepare(model.mtp.block, rows)
+    if head_rows is not None:
+        _prepare(model.mtp.block, head_rows)
     return model
 
 
