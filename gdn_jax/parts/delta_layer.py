@@ -69,6 +69,7 @@ def delta_layer(
     gates: Gates,
     options: Options,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
 ) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"], Float[Array, "1 C W1"], Float[Array, "1 HV K V"]]:
     """The stream s = x + y, and the layer's output for its norm, a token after others.
 
@@ -79,6 +80,7 @@ def delta_layer(
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       layer, gates, options: the layer.
       ahead: as for `row_product.stream_product`.
+      words: as for `dense_stream.dense_stream`.
 
     Returns:
       s in x's dtype; the output in parts, one for each value head, in the weight's dtype; the states of the
@@ -90,7 +92,7 @@ def delta_layer(
     rule = kernels.Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:])
     arrays = layer.norm, layer.inputs, layer.convolution, layer.state, layer.output_norm, layer.output
     known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias)
-    known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead))
+    known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead), words=words)
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     s, out, conv, state = kernels.delta_layer(x.reshape(1, -1), parts, *arrays, **known)
     return s.reshape(x.shape), out[:, None], conv, state

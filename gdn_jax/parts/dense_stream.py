@@ -1,6 +1,7 @@
 """The second half of a layer with a SwiGLU for one row, from the residual stream on, in one kernel."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -34,6 +35,7 @@ def dense_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
 ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
     """The stream s = x + y, and the SwiGLU of its norm v = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
@@ -48,6 +50,7 @@ def dense_stream(
       scales: of the blocks of 128 x 128 of A, B and W, where these are codes of E4M3; else None.
       eps: of the norm.
       ahead: as for `row_product.stream_product`.
+      words: of the kernels before this one, see `parts.products.words_after`; None: the kernel has words of its own.
 
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.
@@ -56,5 +59,5 @@ def dense_stream(
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     arrays = x.reshape(1, -1), parts, norm, gate_up, down, scales
-    s, z = kernels.dense_stream(*arrays, eps=eps, ahead=tuple(ahead))
+    s, z = kernels.dense_stream(*arrays, eps=eps, ahead=tuple(ahead), words=words)
     return s.reshape(x.shape), z.reshape(x.shape)

@@ -235,12 +235,16 @@ class Prepared(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """A result of a product in 8 bits that is added to the residual stream."""
+    """What is added to the residual stream, with what comes beside it."""
 
     value: Float[Array, "*S D"]
-    cotangent: Operand
-    """Zeros that nothing reads and XLA does not make. Their cotangent is the operand that the backward pass makes of
-    the cotangent of `value`: the norm after the sum gives it here, already in 8 bits, and then none for `value`."""
+    cotangent: Operand | None = None
+    """Of a product in 8 bits: zeros that nothing reads and XLA does not make. Their cotangent is the operand that the
+    backward pass makes of the cotangent of `value`: the norm after the sum gives it here, already in 8 bits, and then
+    none for `value`."""
+    words: Any = None
+    """Of kernels of one row whose CTAs wait for each other: the words that their barriers change, which the next such
+    kernel takes. So XLA knows their order."""
 
     @classmethod
     def of(cls, value: Float[Array, "*S D"], policy: Float8) -> "Addend":
@@ -248,6 +252,23 @@ class Addend(NamedTuple):
         D = value.shape[-1]
         rows = jnp.zeros((value.size // D, D), policy.cotangents)
         return cls(value, Operand(rows, rows.T, jnp.float32(0), jnp.float32(0)))
+
+
+def words_after(y: Any) -> Any:
+    """The words of the kernels before the next one, by what is added to the stream; new ones where there are none."""
+    from pallas_kernels.device.grid_barrier import new_words
+
+    return new_words() if (words := words_of(y)) is None else words
+
+
+def words_of(y: Any) -> Any:
+    """The words that come with what is added to the stream; None: there are none."""
+    return y.words if isinstance(y, Addend) else None
+
+
+def with_words(value: Float[Array, "*P D"], words: Any) -> "Float[Array, '*P D'] | Addend":
+    """What is added to the stream next, with words for the next kernel; None: there are none."""
+    return value if words is None else Addend(value, words=words)
 
 
 def array_of(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which experts a token gets, and with which weights: the largest of a softmax, or of sigmoids in groups."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,7 @@ def routed_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
 ) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"]]:
     """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
@@ -162,6 +164,7 @@ def routed_stream(
       choice: as for `choose`.
       eps: of the norm.
       ahead: as for `parts.row_product.stream_product`.
+      words: as for `parts.dense_stream.dense_stream`.
 
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.
@@ -170,5 +173,5 @@ def routed_stream(
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     arrays = x.reshape(1, -1), parts, norm, router, bias, gate_up, down, tuple(shared)
-    s, z = kernels.routed_stream(*arrays, choice=choice, eps=eps, ahead=tuple(ahead))
+    s, z = kernels.routed_stream(*arrays, choice=choice, eps=eps, ahead=tuple(ahead), words=words)
     return s.reshape(x.shape), z[:, None]

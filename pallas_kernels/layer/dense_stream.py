@@ -40,7 +40,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import constant, launch_stages
+from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, grid_index, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes
@@ -166,6 +166,7 @@ def dense_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "1 D"], Float[Array, "1 D"]]:
@@ -180,11 +181,11 @@ def dense_stream(
       scales: of the blocks of both branches and of W, where these are codes of E4M3, see `dense_weights`; else None.
       eps: of the norm.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      words: of the barrier, as for `grid_barrier.launch_stages`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     static = config or Config.default(), eps, interpret
-    words = constant() if interpret is None else None
     return compiled(_run, interpret, static=3)(
         *static, x, y, norm, gate_up, down, scales, rows_of(ahead), words
     )

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Convolution
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import GridBarrier, barriers
+from pallas_kernels.device.grid_barrier import HEADS, GridBarrier, new_words
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -100,6 +100,7 @@ def _share(plan: Plan) -> Share:
 
 def _body(gmem: Any, smem: Any, *, places: Places, rule: Rule, plan: Plan, eps: float) -> None:
     share, gmem.seen_state = _share(plan), gmem.state
+    gmem.words = gmem.words.at[pl.ds(HEADS, plan.H)]
     barrier = GridBarrier(gmem.words.at[share.key], plan.n, share.rank)
     then = Head(gmem, smem, share, places, rule, plan)
     first = Projections(gmem, smem, share, places, plan, eps, Device(False))
@@ -152,6 +153,7 @@ def delta_layer(
     rule: Rule,
     plan: Plan | None = None,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "1 D"], Float[Array, "HV E"], Float[Array, "1 C W1"], Float[Array, "1 HV K V"]]:
     """The stream x + y, the layer's output in parts, one for each value head, and both states after the token.
@@ -173,13 +175,13 @@ def delta_layer(
       rule: what is computed of them.
       plan: how the work is divided; None: by `plan_of`.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      words: of the barriers, as for `grid_barrier.launch_stages`; those of a key head are its barrier's and that of
+        what its CTAs claim.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     found = plan or _plan(weight, state, output, places, rule.decay)
     assert isinstance(found, Plan), found
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
-    # Of each key head: the word of its barrier, and that of what its CTAs claim.
-    words = jnp.asarray(barriers(found.H, 2)) if interpret is None else None
     arrays = (
         x,
         y,
@@ -225,9 +227,10 @@ def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, st
         results = run(
             "delta_layer",
             functools.partial(_body, rule=rule, eps=eps, **static),
-            inputs={**inputs, **of_heads, "words": words},
+            inputs={**inputs, **of_heads},
             outputs=outputs | parts,
             updated={"conv": convolution.state, "state": state},
+            kept={"words": new_words() if words is None else words},
             memory=room.memory(plan),
             ahead=ahead,
         )

@@ -19,7 +19,7 @@ from gdn_jax.models.inference.projections import (
 )
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts.cached_attention import Heads, Place, attended_token, cached_attention, takes
-from gdn_jax.parts.products import Addend
+from gdn_jax.parts.products import Addend, with_words, words_of
 
 
 class AttentionRows(Attention, Reader):
@@ -63,7 +63,7 @@ class AttentionRows(Attention, Reader):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], Any]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, Any]]:
         """See `layers.blocks.from_stream`."""
         inputs: list[Any] = self.inputs()
         group, cache = group_of(inputs), cache_alone(options)
@@ -72,7 +72,8 @@ class AttentionRows(Attention, Reader):
         self._check_call(x, cache, None, None, False)
         x, channels = group.from_stream(norm, x, y, self.implementation, self.after(1))
         places = [slice(linear.start, linear.stop) for linear in inputs]
-        return x, self.of_channels(channels, places, cache)
+        out, cache = self.of_channels(channels, places, cache)
+        return x, (with_words(out, words_of(y)), cache)
 
     def of_channels(
         self, channels: Float[Array, "B T F"], places: list[slice], cache: Any

@@ -25,7 +25,7 @@ from gdn_jax.models.inference.projections import (
 from gdn_jax.parts import delta_layer, heads_product, token
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.parts.norms import gated_norm_of_channels
-from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.products import Addend, array_of, with_words, words_after, words_of
 from gdn_jax.rules.gated_delta import GATED_DELTA
 from gdn_jax.serving.call import At
 from gdn_jax.serving.call import Call as TokenCall
@@ -161,7 +161,7 @@ class TokenRows(RecurrentRows):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], RecurrentCache | None]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, RecurrentCache | None]]:
         """See `layers.blocks.from_stream`: of one row and projections in 8 bits the norm is made in the kernels of
         the products."""
         cache, (*raw, _), implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
@@ -172,7 +172,7 @@ class TokenRows(RecurrentRows):
                 _, gates = groups[1].from_stream(norm, s, None, implementation)
                 arrays = [(gates, linear.start) for (linear,) in raw]
                 if (found := self._token(channels, arrays, None, cache)) is not None:
-                    return s, found
+                    return s, (with_words(found[0], words_of(y)), found[1])
         return normalise_first(self, norm, x, y, **options)
 
     def _by_kernels(self, x, cache, slots):
@@ -300,8 +300,9 @@ class DeltaRow(RecurrentRows):
         if found is None or not delta_layer.takes(x, *found, self.mixer.implementation):
             return from_stream(self.rows)(norm, x, y, **options)
         static = delta_layer.Options(norm.eps, self.mixer.o_norm.eps, self.mixer.activation)
-        after, out, *states = delta_layer.delta_layer(x, array_of(y), *found, static, self.after(2))
-        return after, (out, RecurrentCache(*states))
+        words = words_after(y)
+        after, out, *states = delta_layer.delta_layer(x, array_of(y), *found, static, self.after(2), words)
+        return after, (with_words(out, words), RecurrentCache(*states))
 
     def takes(self) -> bool:
         """Whether the kernel takes a token of one row of this layer."""
