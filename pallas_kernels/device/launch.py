@@ -66,8 +66,8 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Runs body(gmem, smem) in every warpgroup of every CTA.
 
-    gmem has a reference for each input, output, updated and kept array, smem one for each buffer and barrier, by name.
-    The reference to what is None is None. No two have one name.
+    gmem has a reference for each input, output, updated and kept array, smem one for each buffer and barrier, by
+    name. The reference to what is None is None. No two have one name.
 
     Args:
       name: what a profile calls the kernel.

@@ -30,6 +30,7 @@ from gdn_jax.parts import (
     row_product,
 )
 from gdn_jax.shapes import Choice
+from pallas_kernels.device.grid_barrier import new_words
 from pallas_kernels.layer.attention_rows import Parts
 from pallas_kernels.layer.row_product import attended_product
 from pallas_kernels.tools.compiling import lowering_for
@@ -96,8 +97,8 @@ def test_codes_and_their_scales(D, F):
 
 
 def test_independent_kernels_of_one_program_do_not_meet():
-    """Kernels with barriers over all CTAs have words of their own to meet at: two chains in one program are those
-    alone."""
+    """Kernels with barriers over all CTAs have words of their own to meet at: two calls of a compiled chain in one
+    program are those alone."""
     choice = Choice(4, 1, 1, True, 1.0)
 
     def chain(args):
@@ -108,11 +109,12 @@ def test_independent_kernels_of_one_program_do_not_meet():
         return x, y.sum(0)
 
     chains = [row_kernels.routed(64, 1536, 512, 512, 1, choice, seed)[0] for seed in range(2)]
-    want = [jax.jit(chain)(args) for args in chains]
-    together = jax.jit(lambda chains: [chain(args) for args in chains])
+    alone = jax.jit(chain)
+    want = [alone(args) for args in chains]
+    together = jax.jit(lambda chains: [alone(args) for args in chains])
     for _ in range(REPEATS):
-        for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(found, alone)
+        for found, expected in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 LAYERS = {
@@ -144,18 +146,19 @@ def test_layers_of_one_program_do_not_meet(name):
     static = drawn[0][1]
 
     def chain(args):
-        x, y, layer = args
+        (x, y, layer), words = args, new_words()
         for _ in range(6):
-            x, y, _, state = delta_layer.delta_layer(x, y, layer, *static)
+            x, y, _, state = delta_layer.delta_layer(x, y, layer, *static, words=words)
             layer = layer._replace(state=state)
         return x, y, layer.state
 
     chains = [args for args, *_ in drawn]
-    want = [jax.jit(chain)(args) for args in chains]
-    together = jax.jit(lambda chains: [chain(args) for args in chains])
+    alone = jax.jit(chain)
+    want = [alone(args) for args in chains]
+    together = jax.jit(lambda chains: [alone(args) for args in chains])
     for _ in range(4 * REPEATS):
-        for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(found, alone)
+        for found, expected in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(("F", "dtype"), [(10368, "bfloat16"), (128, "float32")])
