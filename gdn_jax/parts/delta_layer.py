@@ -7,8 +7,22 @@ import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import is_whole, token_op, usable
-from gdn_jax.parts.token import Gates
 from gdn_jax.shapes import Convolution
+
+
+class Gates(NamedTuple):
+    """The heads and gates of a layer, besides its arrays: decays of heads or of key channels, as dt_bias is."""
+
+    H: int
+    """Heads of q, and of k, which are the first channels; those of v follow."""
+    decay: int
+    """First channel of the raw inputs of the decays."""
+    strength: int
+    """First channel of the raw inputs of the strengths."""
+    allow_neg_eigval: bool = False
+    """Whether beta = 2 sigmoid(b)."""
+    lower_bound: float | None = None
+    """The strongest log decay of the bounded gate of channels; None for the other gate, see `channel_log_decay`."""
 
 
 class Layer(NamedTuple):
@@ -50,6 +64,13 @@ def _places(layer: Layer, gates: Gates):
     return Places(0, H * K, 2 * H * K, gates.decay, gates.strength, layer.inputs.shape[0] - HV * V)
 
 
+def _decay(layer: Layer, gates: Gates):
+    """The decay, as the kernel takes it."""
+    from pallas_kernels.token.decays import ChannelDecay, HeadDecay
+
+    return HeadDecay() if layer.dt_bias.ndim == 1 else ChannelDecay(gates.lower_bound)
+
+
 def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: str | None) -> bool:
     """Whether `delta_layer` takes a stream and a layer: one row, on one device."""
     arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
@@ -58,7 +79,7 @@ def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: s
     from pallas_kernels.token.delta_layer import check_supported
 
     known = layer.inputs, layer.convolution, layer.state, layer.output, _places(layer, gates)
-    return check_supported(x.reshape(1, -1), *known, gates.kernel_decay()) is None
+    return check_supported(x.reshape(1, -1), *known, _decay(layer, gates)) is None
 
 
 @token_op
@@ -89,7 +110,7 @@ def delta_layer(
     """
     from pallas_kernels.token import delta_layer as kernels
 
-    rule = kernels.Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:])
+    rule = kernels.Rule(_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
     arrays = layer.norm, layer.inputs, layer.convolution, layer.state, layer.output_norm, layer.output
     known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias)
     known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead), words=words)

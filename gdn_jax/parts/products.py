@@ -235,16 +235,16 @@ class Prepared(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """What is added to the residual stream, with what comes beside it."""
+    """An array that is added to the residual stream, and what comes beside it."""
 
     value: Float[Array, "*S D"]
     cotangent: Operand | None = None
-    """Of a product in 8 bits: zeros that nothing reads and XLA does not make. Their cotangent is the operand that the
+    """Zeros that nothing reads and XLA does not make, of a product in 8 bits. Their cotangent is the operand that the
     backward pass makes of the cotangent of `value`: the norm after the sum gives it here, already in 8 bits, and then
     none for `value`."""
     words: Any = None
-    """Of kernels of one row whose CTAs wait for each other: the words that their barriers change, which the next such
-    kernel takes. So XLA knows their order."""
+    """The words that the barriers of kernels of one row change, which the next such kernel takes: so XLA knows their
+    order."""
 
     @classmethod
     def of(cls, value: Float[Array, "*S D"], policy: Float8) -> "Addend":
@@ -267,7 +267,7 @@ def words_of(y: Any) -> Any:
 
 
 def with_words(value: Float[Array, "*P D"], words: Any) -> "Float[Array, '*P D'] | Addend":
-    """What is added to the stream next, with words for the next kernel; None: there are none."""
+    """An array that is added to the stream next, with words for the next kernel; None: there are none."""
     return value if words is None else Addend(value, words=words)
 
 

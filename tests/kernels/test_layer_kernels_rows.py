@@ -17,10 +17,10 @@ from gdn_jax.parts import delta_layer as fused_delta_layer
 from gdn_jax.parts import dense_stream as dense
 from gdn_jax.parts import latent_token
 from gdn_jax.parts import routing as plain_routing
+from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.experts import SharedExpert
 from gdn_jax.parts.heads_product import heads_product
 from gdn_jax.parts.row_product import stream_product
-from gdn_jax.parts.token import ChannelGates
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.layer import (
     attention_rows,
@@ -325,7 +325,7 @@ def delta_layer_call(x, y, norm, weight, window, filters, *others):
     layer = fused_delta_layer.Layer(
         *(norm, weight, Convolution(window, filters, None), A_log, dt_bias, state), output_norm, output
     )
-    options = ChannelGates(16, 6144, 8192, lower_bound=-5.0), fused_delta_layer.Options(1e-6, 1e-6, "sigmoid")
+    options = Gates(16, 6144, 8192, lower_bound=-5.0), fused_delta_layer.Options(1e-6, 1e-6, "sigmoid")
     return fused_delta_layer.delta_layer(x, y, layer, *options)
 
 

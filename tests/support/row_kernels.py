@@ -13,7 +13,7 @@ from fused_oracle import wide
 
 from gdn_jax.parts import block_weights
 from gdn_jax.parts import delta_layer as fused
-from gdn_jax.parts.token import ChannelGates, HeadGates
+from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.shapes import Choice, Convolution
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
@@ -247,7 +247,7 @@ def _softplus(x):
 
 
 HEADS = Decay(
-    lambda H, HV, first, K, doubled: HeadGates(H, first, first + HV, doubled),
+    lambda H, HV, first, K, doubled: Gates(H, first, first + HV, doubled),
     lambda HV, K: HV,
     lambda HV, K: (HV,),
     lambda x, A_log: (-np.exp(A_log) * _softplus(x))[:, None],
@@ -255,7 +255,7 @@ HEADS = Decay(
 )
 BOUND = -5.0
 CHANNELS = Decay(
-    lambda H, HV, first, K, doubled: ChannelGates(H, first, first + HV * K, doubled, BOUND),
+    lambda H, HV, first, K, doubled: Gates(H, first, first + HV * K, doubled, BOUND),
     lambda HV, K: HV * K,
     lambda HV, K: (HV, K),
     lambda x, A_log: BOUND * fused_oracle.sigmoid(np.exp(A_log)[:, None] * x),

@@ -1,6 +1,7 @@
 """Recurrent layers for single tokens: projections of one input are one product, which kernels read as it lies, and of
 one row the norm and the layer are one kernel."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,13 @@ from gdn_jax.models.inference.projections import (
     parts_of,
     weights_of,
 )
-from gdn_jax.parts import delta_layer, heads_product, token
+from gdn_jax.parts import delta_layer, heads_product
+from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.parts.norms import gated_norm_of_channels
 from gdn_jax.parts.products import Addend, array_of, with_words, words_after, words_of
 from gdn_jax.rules.gated_delta import GATED_DELTA
+from gdn_jax.serving import mixing
 from gdn_jax.serving.call import At
 from gdn_jax.serving.call import Call as TokenCall
 from gdn_jax.serving.shards import by_heads
@@ -39,6 +42,9 @@ INPUTS = tuple(f"{name}_proj" for name in ("q", "k", "v", "a", "f", "f_a", "g_a"
 `FactorGroup` reads them where they lie."""
 FACTORS = "fg"
 """Projections that may have two factors: to the decay and to the output gate."""
+
+
+mix_token = token_op(mixing.mix_token)
 
 
 class RecurrentRows(Reader):
@@ -83,7 +89,7 @@ class RecurrentRows(Reader):
         """The product that begins with q, k and v; None where they are none."""
         return group_of((self.mixer.q_proj, self.mixer.k_proj, self.mixer.v_proj))
 
-    def gates(self) -> token.Gates | None:
+    def gates(self) -> Gates | None:
         """Heads and gates of a layer all of whose projections of x are one product, which ends in the output gate.
 
         None of another, and of a rule that has no kernels of a token.
@@ -102,7 +108,7 @@ class RecurrentRows(Reader):
         Args:
           x: inputs.
           cache: of the tokens before.
-          slots: where in the cache each row is, as for `parts.token.Token`.
+          slots: where in the cache each row is, as for `serving.mixing.mix_token`.
         """
         return self._by_kernels(x, cache, slots)
 
@@ -141,18 +147,16 @@ class TokenRows(RecurrentRows):
     Args: those of `RecurrentRows`.
     """
 
-    def gates(self) -> token.Gates | None:
+    def gates(self) -> Gates | None:
         """See `RecurrentRows.gates`."""
-        *raw, of = self._raw_gates()
-        last: list[Any] = [factors[-1] for factors in raw]
-        if not self._ends_in_gate() or self.mixer.conv_weight is None:
+        m, last = self.mixer, [factors[-1] for factors in self._raw_gates()]
+        if not self._ends_in_gate() or m.conv_weight is None or group_of((m.q_proj, *last)) is None:
             return None
-        return (
-            None if group_of((self.mixer.q_proj, *last)) is None else of(*(linear.start for linear in last))
-        )
+        places = (linear.start for linear in last)
+        return Gates(m.num_heads, *places, m.allow_neg_eigval, m.lower_bound)
 
-    def _raw_gates(self) -> tuple[Any, Any, Any]:
-        """Factors of the projections to the raw inputs of decays and of strengths; makes `Gates` of their places."""
+    def _raw_gates(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Factors of the projections to the raw inputs of decays and of strengths."""
         raise NotImplementedError
 
     def from_stream(
@@ -164,7 +168,7 @@ class TokenRows(RecurrentRows):
     ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, RecurrentCache | None]]:
         """See `layers.blocks.from_stream`: of one row and projections in 8 bits the norm is made in the kernels of
         the products."""
-        cache, (*raw, _), implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
+        cache, raw, implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
         groups = self.group, group_of([linear for factors in raw for linear in factors])
         if cache is not None and self._ends_in_gate() and isinstance(groups[0], BlockGroup):
             if all(group is not None and group.takes(x, implementation) for group in groups):
@@ -178,22 +182,26 @@ class TokenRows(RecurrentRows):
     def _by_kernels(self, x, cache, slots):
         if self.mixer.conv_weight is None or not is_whole(x, *cache):
             return None
-        *raw, _ = self._raw_gates()
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
-        return self._token(channels, [_raw(factors, x) for factors in raw], x, cache, slots)
+        return self._token(channels, [_raw(factors, x) for factors in self._raw_gates()], x, cache, slots)
 
     def _token(self, channels, raw, x, cache, slots=None):
         """A token from its products, and its gates' products with their places; None where no kernel takes it."""
-        *_, of = self._raw_gates()
-        arrays, starts = zip(*raw, strict=True)
-        qkv, decay, strength = (a[:, 0] for a in (channels, *arrays))
-        known, gates = token.Token(qkv, decay, strength, *self._known(cache), slots), of(*starts)
-        if not token.takes(known, gates, self.mixer.implementation):
+        m, row, (convolution, *known) = self.mixer, channels[:, 0], self._known(cache)
+        why = mixing.reason(row, m.num_heads, convolution, cache.state)
+        if not usable(m.implementation, mixing.kernel(), part="the step of a token", reason=why):
             return None
-        o, *after = token.mix_token(known, gates)
+        gates = [(array[:, 0], start) for array, start in raw]
+        arrays = gates, row, convolution, *known, slots
+        o, *after = mix_token(self._call(), m.num_heads, *arrays)
         o = o[:, None]
         y = self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x)
         return y, RecurrentCache(*after)
+
+    def _call(self) -> TokenCall:
+        """Options of the rule."""
+        m = self.mixer
+        return TokenCall(m.head_dim**-0.5, allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
 
     def _of_heads(self, o, channels):
         """`_gated`, of one row by one kernel."""
@@ -235,9 +243,7 @@ class HeadRows(TokenRows):
         return cls(mixer) if mixer.rule == GATED_DELTA else mixer
 
     def _raw_gates(self):
-        m = self.mixer
-        of = partial(token.HeadGates, m.num_heads, allow_neg_eigval=m.allow_neg_eigval)
-        return [m.a_proj], [m.b_proj], of
+        return [self.mixer.a_proj], [self.mixer.b_proj]
 
     def _by_kernels(self, x, cache, slots):
         """See `RecurrentRows.by_kernels`: on a mesh, and without a convolution, the rule alone is a kernel."""
@@ -251,8 +257,7 @@ class HeadRows(TokenRows):
         raw = Raw(*heads_of(y[:, 0], pool), a[:, 0], b[:, 0], None, m.A_log[...], m.dt_bias[...])
         if not usable(m.implementation, part="the step of a token", reason=pool.reason(raw, at)):
             return None
-        step = StateKernels.decode, TokenCall(m.head_dim**-0.5, allow_neg_eigval=m.allow_neg_eigval)
-        o, state = token_op(by_heads)(step, pool, raw, at)
+        o, state = token_op(by_heads)((StateKernels.decode, self._call()), pool, raw, at)
         return m.rule_output(o[:, None], x), RecurrentCache(conv, state)
 
 
@@ -268,9 +273,7 @@ class ChannelRows(TokenRows):
         return super().of(mixer, call) if mixer.bound == "sigmoid" else RecurrentRows.of(mixer, call)
 
     def _raw_gates(self):
-        m = self.mixer
-        options: Any = dict(allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
-        return m.factors("f"), [m.b_proj], partial(token.ChannelGates, m.num_heads, **options)
+        return self.mixer.factors("f"), [self.mixer.b_proj]
 
 
 class DeltaRow(RecurrentRows):
@@ -310,7 +313,7 @@ class DeltaRow(RecurrentRows):
         found = self._layer(jnp.ones(width), self.init_cache(1))
         return found is not None and delta_layer.takes(jnp.zeros((1, 1, width)), *found, implementation)
 
-    def _layer(self, norm, cache) -> tuple[delta_layer.Layer, token.Gates] | None:
+    def _layer(self, norm, cache) -> tuple[delta_layer.Layer, Gates] | None:
         """Arguments of `parts.delta_layer`; None where the layer's products are not what it reads."""
         m, gates, last = self.mixer, self.rows.gates(), self.mixer.o_proj
         if gates is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
