@@ -249,7 +249,7 @@ class Projections:
             return number
 
         single(0)
-        row = self.weights.row(self)
+        row = self.weights.row(self.dev, [self.piece(i) for i in range(self.pieces)])
         room.row_taken(self, then)
         if not self.claimable:
             room.all_asked(then, True)

@@ -22,12 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory
+from pallas_kernels.layer.dense_weights import WIDEST
 
 WARPGROUPS = 4
 """Warpgroups of a CTA, which have a quarter of V and of the CTA's rows of W_o each."""
-
-WIDEST = 256
-"""Numbers of a dimension of what is copied at once, at most: columns of a piece of W_in, rows of W_o."""
 
 ROWS = WARPS
 """Rows of a tile of W_in."""
