@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import is_whole, token_op, usable
-from gdn_jax.shapes import Convolution
+from gdn_jax.shapes import Convolution, LayerScales
 
 
 class Gates(NamedTuple):
@@ -43,6 +43,9 @@ class Layer(NamedTuple):
     """Weight of the norm of each head, float32."""
     output: Float[Array, "D F"]
     """The output projection."""
+    scales: LayerScales | None = None
+    """Where both matrices are codes of E4M3: their scales, and the projections to decays and strengths, whose channels
+    come after the gates of the output."""
 
 
 class Options(NamedTuple):
@@ -64,7 +67,7 @@ def _places(layer: Layer, gates: Gates):
     return Places(0, H * K, 2 * H * K, gates.decay, gates.strength, layer.inputs.shape[0] - HV * V)
 
 
-def _decay(layer: Layer, gates: Gates):
+def kernel_decay(layer: Layer, gates: Gates):
     """The decay, as the kernel takes it."""
     from pallas_kernels.token.decays import ChannelDecay, HeadDecay
 
@@ -79,7 +82,7 @@ def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: s
     from pallas_kernels.token.delta_layer import check_supported
 
     known = layer.inputs, layer.convolution, layer.state, layer.output, _places(layer, gates)
-    return check_supported(x.reshape(1, -1), *known, _decay(layer, gates)) is None
+    return check_supported(x.reshape(1, -1), *known, kernel_decay(layer, gates), layer.scales) is None
 
 
 @token_op
@@ -104,15 +107,16 @@ def delta_layer(
       words: as for `dense_stream.dense_stream`.
 
     Returns:
-      s in x's dtype; the output in parts, one for each value head, in the weight's dtype; the states of the
+      s in x's dtype; the output in parts, one for each value head, in the weight's dtype, of codes in the narrow
+      projections'; the states of the
       convolution and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and
       each part is.
     """
     from pallas_kernels.token import delta_layer as kernels
 
-    rule = kernels.Rule(_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
+    rule = kernels.Rule(kernel_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
     arrays = layer.norm, layer.inputs, layer.convolution, layer.state, layer.output_norm, layer.output
-    known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias)
+    known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias, scales=layer.scales)
     known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead), words=words)
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     s, out, conv, state = kernels.delta_layer(x.reshape(1, -1), parts, *arrays, **known)

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import row_kernels
 from flax import nnx
-from fused_harness import draws
+from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, RecurrentCache
 from gdn_jax.layers.block_weights import BlockSwiGLU, keep_projections
-from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, whole
 from gdn_jax.models.inference.dense import BlockDenseRow
 from gdn_jax.models.inference.part import Call
-from gdn_jax.models.inference.recurrent import HeadRows
+from gdn_jax.models.inference.recurrent import DeltaRow, HeadRows
 from pallas_kernels.layer import dense_stream, row_product
+from pallas_kernels.token import delta_layer
+from pallas_kernels.token import plan as token_plan
 
 F8 = jnp.float8_e4m3fn
 
@@ -85,6 +87,28 @@ def test_products_of_a_recurrent_layer(small, monkeypatch):
     np.testing.assert_allclose(stream, s, rtol=1e-6, atol=1e-6)
     want, got = fused_oracle.wide(want), fused_oracle.wide(got)
     np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+def test_a_recurrent_layer_is_one_kernel(small, monkeypatch):
+    """In a copy for one row, where the kernel has a plan for its codes and its narrow projections: what the layer
+    itself gives for the norm."""
+    monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
+    monkeypatch.setattr(token_plan, "most_ctas", lambda: 8)
+    mixer = GatedDeltaNet(512, num_heads=1, head_dim=128, expand_v=1.0, norm_eps=0.1, rngs=nnx.Rngs(0))
+    keep_projections(mixer)
+    norm, draw = RMSNorm(512, implementation="chunked"), draws(3)
+    x, y = draw(1, 1, 512), draw(2, 1, 512)
+    cache = RecurrentCache(draw(1, mixer.conv_dim, 3), draw(1, 1, 128, 128))
+    mixer.implementation = "chunked"
+    want = from_stream(mixer)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
+    mixer.implementation = None
+    row = HeadRows.of(mixer, Call(1, True))
+    assert isinstance(row, DeltaRow)
+    after, (out, states) = from_stream(row)(norm, x, y, cache=cache)
+    assert small == {"delta_layer": 1}
+    got = after, (whole(out, x), states)
+    for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        close(expected, result, "token", sums=2 * row_kernels.IN_TURN)
 
 
 def test_what_it_takes():

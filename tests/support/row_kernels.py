@@ -1,5 +1,6 @@
 """Arguments of the kernels of one row and what they have to give, for tests with and without a GPU."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from fused_oracle import wide
 from gdn_jax.parts import block_weights
 from gdn_jax.parts import delta_layer as fused
 from gdn_jax.parts.delta_layer import Gates
-from gdn_jax.shapes import Choice, Convolution
+from gdn_jax.shapes import Choice, Convolution, LayerScales
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -263,6 +264,24 @@ CHANNELS = Decay(
 )
 
 
+def _coded(layer: fused.Layer, gates: Any, values: int, seed: int):
+    """The layer with codes of all rows that are whole heads, its gates, and what both matrices mean."""
+    (F, D), (E, G) = layer.inputs.shape, layer.output.shape
+    first = gates.decay if gates.strength - gates.decay < 128 else gates.strength
+    rows, last = first + values, gates.strength + layer.dt_bias.shape[0]
+    codes, of_inputs, W_in = matrix_of_codes(rows, D, seed)
+    outputs, of_output, W_out = matrix_of_codes(E, G, seed + 1)
+    scales = LayerScales(
+        of_inputs[:, ::128] * D**-0.5, of_output[:, ::128] * G**-0.5, layer.inputs[first:last]
+    )
+    decay = gates.decay if first > gates.decay else rows
+    gates = dataclasses.replace(gates, decay=decay, strength=rows + gates.strength - first)
+    W_in = np.concatenate(
+        [W_in[:first] * D**-0.5, wide(layer.inputs)[first : F - values], W_in[first:] * D**-0.5]
+    )
+    return layer._replace(inputs=codes, output=outputs, scales=scales), gates, W_in, W_out * G**-0.5
+
+
 def delta_layer(
     H: int,
     K: int,
@@ -275,6 +294,7 @@ def delta_layer(
     bias: bool = False,
     doubled: bool = False,
     dtype: str = "bfloat16",
+    codes: bool = False,
 ):
     """Arguments of `parts.delta_layer.delta_layer`, of a layer of H heads of k, its gates and options, and what it
     gives: s, y, and the states of the convolution and of the rule.
@@ -285,6 +305,8 @@ def delta_layer(
       bias: whether the convolution has one.
       doubled: whether beta is 2 sigmoid(b).
       dtype: of both matrices and of the convolution.
+      codes: whether both matrices are codes of E4M3, whose blocks have unlike scales, but for rows of decays and
+        strengths of a head.
     """
     draw, keys, HV = draws(seed), H * K, HV or H
     values, decays = HV * K, decay.width(HV, K)
@@ -299,9 +321,12 @@ def delta_layer(
     convolution = Convolution(window, filters, added)
     layer = fused.Layer(norm, inputs, convolution, A_log, dt_bias, state, output_norm, output)
     gates, options = decay.seam(H, HV, C, K, doubled), fused.Options(1e-6, 1e-5, decay.activation)
+    W_in, W_out = wide(inputs), wide(output)
+    if codes:
+        layer, gates, W_in, W_out = _coded(layer, gates, values, seed)
 
     s, n = fused_oracle.add_norm(x, wide(y).sum(0) if parts else 0.0, norm, 1e-6)
-    channels = (n @ wide(inputs).T)[0]
+    channels = (n @ W_in.T)[0]
     past = np.concatenate([wide(window)[0], channels[:C, None]], axis=1)
     total = np.sum(past * wide(filters), axis=1) + (wide(added) if bias else 0.0)
     q, k, v = np.split(total * fused_oracle.sigmoid(total), [keys, 2 * keys])
@@ -313,5 +338,5 @@ def delta_layer(
     S = S + k[..., None] * (beta * (v.reshape(HV, K) - np.einsum("hk,hkv->hv", k, S)))[:, None]
     o = K**-0.5 * np.einsum("hk,hkv->hv", q, S)
     z = channels[F - values :].reshape(HV, K)
-    out = fused_oracle.gated_norm(o, z, output_norm, 1e-5, decay.activation).reshape(1, -1) @ wide(output).T
+    out = fused_oracle.gated_norm(o, z, output_norm, 1e-5, decay.activation).reshape(1, -1) @ W_out.T
     return (x, y, layer, gates, options), (s, out, past[None, :, 1:], S[None])

@@ -15,6 +15,7 @@ from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
     BlockGroup,
     FactorGroup,
+    ProjectionGroup,
     ProjectionOfGroup,
     group_factors,
     group_of,
@@ -35,7 +36,7 @@ from gdn_jax.serving.call import Call as TokenCall
 from gdn_jax.serving.shards import by_heads
 from gdn_jax.serving.states import StateKernels
 from gdn_jax.serving.tokens import Raw, heads_of
-from gdn_jax.shapes import Convolution
+from gdn_jax.shapes import Convolution, LayerScales
 
 INPUTS = tuple(f"{name}_proj" for name in ("q", "k", "v", "a", "f", "f_a", "g_a", "b", "w", "g"))
 """Projections of the layer's input, in the order in which its kernels take them. First factors are neighbours: a
@@ -90,10 +91,15 @@ class RecurrentRows(Reader):
         return group_of((self.mixer.q_proj, self.mixer.k_proj, self.mixer.v_proj))
 
     def gates(self) -> Gates | None:
-        """Heads and gates of a layer all of whose projections of x are one product, which ends in the output gate.
+        """Heads and gates of a layer all of whose projections of x are one product, which ends in the output gate;
+        and of one in 8 bits, whose projections to decays and strengths are another.
 
         None of another, and of a rule that has no kernels of a token.
         """
+        return None
+
+    def narrow_group(self) -> Any:
+        """The product of the projections to decays and strengths alone, beside one in 8 bits; None of others."""
         return None
 
     def token_weights(self) -> list[nnx.Param]:
@@ -149,11 +155,22 @@ class TokenRows(RecurrentRows):
 
     def gates(self) -> Gates | None:
         """See `RecurrentRows.gates`."""
-        m, last = self.mixer, [factors[-1] for factors in self._raw_gates()]
-        if not self._ends_in_gate() or m.conv_weight is None or group_of((m.q_proj, *last)) is None:
+        m, last, first = self.mixer, [factors[-1] for factors in self._raw_gates()], 0
+        if not self._ends_in_gate() or m.conv_weight is None:
             return None
-        places = (linear.start for linear in last)
-        return Gates(m.num_heads, *places, m.allow_neg_eigval, m.lower_bound)
+        if group_of((m.q_proj, *last)) is None:
+            if self.narrow_group() is None:
+                return None
+            first = self.group.outputs
+        return Gates(
+            m.num_heads, *(first + linear.start for linear in last), m.allow_neg_eigval, m.lower_bound
+        )
+
+    def narrow_group(self) -> Any:
+        """See `RecurrentRows.narrow_group`."""
+        raw = self._raw_gates()
+        is_narrow = isinstance(self.group, BlockGroup) and all(len(factors) == 1 for factors in raw)
+        return group_of([linear for factors in raw for linear in factors]) if is_narrow else None
 
     def _raw_gates(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Factors of the projections to the raw inputs of decays and of strengths."""
@@ -318,9 +335,16 @@ class DeltaRow(RecurrentRows):
         m, gates, last = self.mixer, self.rows.gates(), self.mixer.o_proj
         if gates is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
-        inputs, output = self.group.weight[...], last.group.weight[...]
-        output_norm = m.o_norm.scale(jnp.float32)
-        return delta_layer.Layer(norm, inputs, *self._known(cache), output_norm, output), gates
+        inputs, output = self.group, last.group
+        known = *self._known(cache), m.o_norm.scale(jnp.float32), output.weight[...]
+        layer = delta_layer.Layer(norm, inputs.weight[...], *known)
+        if not isinstance(inputs, BlockGroup):
+            return layer, gates
+        blocks, narrow = (inputs.whole_blocks, output.whole_blocks), self.rows.narrow_group()
+        if any(scales is None for scales in blocks) or not isinstance(narrow, ProjectionGroup):
+            return None
+        scales = LayerScales(*(scales[...] for scales in blocks), narrow.weight[...])
+        return layer._replace(scales=scales), gates
 
 
 def grouped(mixer: RecurrentMixer) -> RecurrentMixer:
