@@ -19,8 +19,7 @@ from gdn_jax.parts import latent_token
 from gdn_jax.parts import routing as plain_routing
 from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.experts import SharedExpert
-from gdn_jax.parts.heads_product import heads_product
-from gdn_jax.parts.row_product import stream_product
+from gdn_jax.parts.row_product import heads_product, stream_product
 from gdn_jax.shapes import Choice, Convolution
 from pallas_kernels.layer import (
     attention_rows,

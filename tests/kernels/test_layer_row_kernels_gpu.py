@@ -24,7 +24,6 @@ from gdn_jax.parts import (
     delta_layer,
     dense_stream,
     experts,
-    heads_product,
     latent_token,
     routing,
     row_product,
@@ -187,7 +186,7 @@ def test_row_of_a_stream_by_codes(D, F):
 
 def test_row_of_heads():
     args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
-    call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="sigmoid"))
+    call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="sigmoid"))
     close(want, call(*args), "y")
 
 
@@ -213,7 +212,7 @@ def test_row_of_attended_heads(N, G, P, F, gated):
 @pytest.mark.parametrize(("H", "F"), [(32, 2560), (48, 5120)])
 def test_row_of_heads_by_codes(H, F):
     args, want = row_kernels.heads_codes(H, 128, 1024, F, "silu")
-    call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="silu"))
+    call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="silu"))
     close(want, call(*args), "y")
 
 

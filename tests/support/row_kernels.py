@@ -156,7 +156,7 @@ def heads_codes(H: int, V: int, others: int, F: int, activation: str):
 
 
 def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
-    """Arguments of `parts.heads_product`, the gates behind other channels, and what it gives."""
+    """Arguments of `parts.row_product.heads_product`, the gates behind other channels, and what it gives."""
     draw = draws(seed)
     o, channels, norm = (
         draw(H, V, dtype="bfloat16"),
@@ -275,7 +275,7 @@ def _coded(layer: fused.Layer, gates: Any, values: int, seed: int):
         of_inputs[:, ::128] * D**-0.5, of_output[:, ::128] * G**-0.5, layer.inputs[first:last]
     )
     decay = gates.decay if first > gates.decay else rows
-    gates = dataclasses.replace(gates, decay=decay, strength=rows + gates.strength - first)
+    gates = gates._replace(decay=decay, strength=rows + gates.strength - first)
     W_in = np.concatenate(
         [W_in[:first] * D**-0.5, wide(layer.inputs)[first : F - values], W_in[first:] * D**-0.5]
     )

@@ -24,7 +24,7 @@ from gdn_jax.models.inference.projections import (
     parts_of,
     weights_of,
 )
-from gdn_jax.parts import delta_layer, heads_product
+from gdn_jax.parts import delta_layer, row_product
 from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.parts.norms import gated_norm_of_channels
@@ -226,10 +226,10 @@ class TokenRows(RecurrentRows):
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
             group: Any = last.group
             matrix, scales = group.weight[...], group.scales_of_blocks()
-            if heads_product.takes(row, channels.shape[-1], matrix, self.mixer.implementation, scales):
+            if row_product.takes_heads(row, channels.shape[-1], matrix, self.mixer.implementation, scales):
                 static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=self.after(2))
                 arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix, scales
-                return heads_product.heads_product(*arrays, **static)[None]
+                return row_product.heads_product(*arrays, **static)[None]
         if self.last is None:
             return self._gated(o, channels)
         static: Any = dict(activation=self.mixer.activation, implementation=self.mixer.implementation)
