@@ -1,6 +1,5 @@
 """Arguments of the kernels of one row and what they have to give, for tests with and without a GPU."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
