@@ -108,7 +108,7 @@ def attended_token(
       length: tokens before this one.
       output: the output projection, for which `takes` is true.
       is_gated: whether there are gates.
-      ahead: as for `row_product.stream_product`.
+      ahead: arrays that the next kernels read first, see `pallas_kernels.device.ahead`.
 
     Returns:
       The output in the projection's dtype, the cache with the token, and its length. Numerics: as for

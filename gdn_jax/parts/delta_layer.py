@@ -103,8 +103,8 @@ def delta_layer(
       x: residual stream, for which `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       layer, gates, options: the layer.
-      ahead: as for `row_product.stream_product`.
-      words: as for `dense_stream.dense_stream`.
+      ahead: arrays that the next kernels read first, see `pallas_kernels.device.ahead`.
+      words: those of the kernels before this one, see `parts.products.words_after`; None: words of its own.
 
     Returns:
       s in x's dtype; the output in parts, one for each value head, in the weight's dtype, of codes in the narrow

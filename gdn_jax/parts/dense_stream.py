@@ -41,16 +41,7 @@ def dense_stream(
 
         z = (silu(v A^T) * (v B^T)) W,   [A; B] = gate_up,   W = down
 
-    Args:
-      x: residual stream, for which, with the weights, `takes` is true.
-      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
-      norm: weight of the norm, float32.
-      gate_up: rows of both branches, one branch after the other.
-      down: rows of the projection down.
-      scales: of the blocks of 128 x 128 of A, B and W, where these are codes of E4M3; else None.
-      eps: of the norm.
-      ahead: as for `row_product.stream_product`.
-      words: of the kernels before this one, see `parts.products.words_after`; None: the kernel has words of its own.
+    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.

@@ -153,18 +153,7 @@ def routed_stream(
     `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added,
     times the sigmoid of the last score where the router has a row more than there are experts.
 
-    Args:
-      x: residual stream, for which, with the experts, `takes` is true.
-      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
-      norm: weight of the norm, float32.
-      router: a row for each expert, and one for the gate of the shared expert, if it has one.
-      bias: as for `choose`.
-      gate_up, down: as for `parts.experts.mixture`.
-      shared: an expert that every token has.
-      choice: as for `choose`.
-      eps: of the norm.
-      ahead: as for `parts.row_product.stream_product`.
-      words: as for `parts.dense_stream.dense_stream`.
+    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.

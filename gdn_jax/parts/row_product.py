@@ -41,16 +41,7 @@ def stream_product(
 ) -> tuple[Float[Array, "*S C"], Float[Array, "*S F"]]:
     """The stream s = x + y, and n weight^T of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
-    Args:
-      x: residual stream, for which `takes` is true.
-      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
-      norm: weight of the norm, float32.
-      weight: the matrix.
-      scales: for every column of each block of 128 rows, where the matrix is codes of E4M3; else None.
-      eps: of the norm.
-      dtype: of the product.
-      first: without y, the channel of x with which the stream begins; it is as wide as the norm.
-      ahead: arrays that the next kernels read first: this one brings them near, see `pallas_kernels.device.ahead`.
+    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and the product. Numerics: float32; n is not rounded.
@@ -95,15 +86,7 @@ def heads_product(
 
         v = o (mean(o^2) + eps)^(-1/2) norm f(z),   z the last H V channels
 
-    Args:
-      o: heads, for which `takes` is true.
-      channels: of which the last are the gates.
-      norm: weight of the norm, float32.
-      weight: the matrix.
-      scales: as for `stream_product`.
-      eps: of the norm.
-      activation: f, "silu" or "sigmoid".
-      ahead: as for `stream_product`.
+    Args: those of the kernel's function, for which `takes_heads` is true; the last channels are the gates.
 
     Returns:
       [1, F] in the matrix' dtype, of codes in that of channels. Numerics: float32; v is not rounded.
