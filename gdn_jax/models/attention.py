@@ -14,7 +14,7 @@ from gdn_jax.layers.blocks import Initializer, RMSNorm, products
 from gdn_jax.layers.padding import check_rows, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel.token_shards import attention_on_mesh
-from gdn_jax.parts.attention import attend, same_segment
+from gdn_jax.parts.attention import attend, frequencies, same_segment
 from gdn_jax.parts.attention_rows import attention_rows
 from gdn_jax.shapes import check_array
 
@@ -381,8 +381,7 @@ def rotate(
       The turned x in its dtype; angles and products are float32.
     """
     half = rotary_dim // 2
-    frequencies = (1.0 / theta ** (np.arange(half) * 2 / rotary_dim)).astype(np.float32)
-    angles = (positions[..., None] * frequencies)[:, :, None]  # [B1, T, 1, half]
+    angles = (positions[..., None] * frequencies(theta, rotary_dim))[:, :, None]  # [B1, T, 1, half]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.parts.attention import frequencies
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 
@@ -60,6 +60,7 @@ def takes(
     return B == len(k) == 1 and is_whole(output) and (reason or row_product.check_supported(output)) is None
 
 
+@token_op
 def cached_attention(
     channels: Float[Array, "B F"],
     k: Float[Array, "R S N K"],
@@ -84,7 +85,12 @@ def cached_attention(
       What each head sees, in the channels' dtype, NaN where the token is not kept, and the cache with the token.
       Numerics: float32; queries, keys and the softmax's weights are rounded.
     """
-    return _op(heads, channels, k, v, place, norms)
+    from pallas_kernels.layer.attention_rows import attention_rows
+
+    (*_, N, K), (q, cache) = k.shape, _cached(heads, channels, k, v, place, norms)
+    seen, more = (place.position, 1) if place.seen is None else (jnp.maximum(place.seen, 1), 0)
+    o = attention_rows((q,), cache, seen, place.row, scale=K**-0.5, more=more)
+    return o[:, :, : heads.queries // N].reshape(-1, heads.queries, K), *cache
 
 
 @token_op
@@ -129,25 +135,12 @@ def attended_token(
     return y, *cache, after
 
 
-def _by_kernels(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, Array, Array]:
-    from pallas_kernels.layer.attention_rows import attention_rows
-
-    (*_, N, K), (q, cache) = k.shape, _cached(heads, channels, k, v, place, norms)
-    seen, more = (place.position, 1) if place.seen is None else (jnp.maximum(place.seen, 1), 0)
-    o = attention_rows((q,), cache, seen, place.row, scale=K**-0.5, more=more)
-    return o[:, :, : heads.queries // N].reshape(-1, heads.queries, K), *cache
-
-
 def _cached(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, tuple[Array, Array]]:
     """The queries, and the cache with the token."""
     from pallas_kernels.layer.cached_heads import Norms, Rotation, cached_heads
 
     rotation: Any = None
     if heads.rotary_dim:
-        steps = np.arange(heads.rotary_dim // 2) * 2 / heads.rotary_dim
-        rotation = Rotation(place.position, jnp.asarray((1.0 / heads.theta**steps).astype(np.float32)))
+        rotation = Rotation(place.position, jnp.asarray(frequencies(heads.theta, heads.rotary_dim)))
     known, sizes = None if norms is None else Norms(*norms), dict(heads=heads.queries, eps=heads.eps)
     return cached_heads(channels, (k, v), place.slot, place.row, known, rotation, **sizes)
-
-
-_op = token_op(_by_kernels)

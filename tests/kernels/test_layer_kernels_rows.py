@@ -278,7 +278,7 @@ def test_derivative_of_the_weights_of_a_row(small):
 
 def latent_call(channels, q, norm, _, *arrays):
     return latent_token.latent_token(
-        latent_token.LatentToken(channels, q, norm, *arrays), latent_token.Latents(0, None, 1.0, 1e-6, 1e4)
+        latent_token.Latents(0, None, 1.0, 1e-6, 1e4), channels, q, norm, *arrays
     )
 
 

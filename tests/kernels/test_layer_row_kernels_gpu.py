@@ -256,15 +256,18 @@ def test_layer_of_the_delta_rule(name):
 @pytest.mark.parametrize("length", [0, 100, 190])
 def test_latent_attention_of_a_row(length):
     """At the sizes of Ling-3.0-tiny, behind no token, some, and before the last slot."""
-    args, static, y, k_r, c = row_kernels.latent(16, 512, 128, 192, length)
-    *arrays, norm, _, values, k, v, at = args
+    (channels, q, norm, _, values, k, v, at), static, y, k_r, c = row_kernels.latent(
+        16, 512, 128, 192, length
+    )
     latents = latent_token.Latents(static["kv"], static["gate"], static["scale"], static["eps"], 1e4)
-    token = latent_token.LatentToken(*arrays, norm, values, k, v, at)
-    assert latent_token.takes(token, latents, None)
-    call = jax.jit(functools.partial(latent_token.latent_token, latents=latents))
-    got, new_k, new_v, after = call(token)
+    assert latent_token.takes(latents, channels, q, values, k, v, None)
+    call, token = (
+        jax.jit(functools.partial(latent_token.latent_token, latents)),
+        (channels, q, norm, values, k, v),
+    )
+    got, new_k, new_v, after = call(*token, at)
     for _ in range(REPEATS):
-        np.testing.assert_array_equal(call(token)[0], got)
+        np.testing.assert_array_equal(call(*token, at)[0], got)
     close(y, got, "y")
     close(k_r, new_k[0, length, 0], "k")
     close(c, new_v[0, length, 0], "c")
