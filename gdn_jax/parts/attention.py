@@ -83,7 +83,7 @@ def takes(
 
 
 def frequencies(theta: float, width: int) -> Float[np.ndarray, " half"]:
-    """Angles by which the pairs of `width` dimensions turn from a token to the next: theta^(-2 j / width), float32."""
+    """Angles by which pairs of `width` dimensions turn from a token to the next, float32: theta^(-2 j / width)."""
     return (1.0 / theta ** (np.arange(width // 2) * 2 / width)).astype(np.float32)
 
 

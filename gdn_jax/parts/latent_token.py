@@ -59,7 +59,7 @@ def latent_token(
 
     A loop that carries the cache has it changed where it lies.
 
-    Args: what is static, and arrays as the kernel's function has them, for which `takes` is true. k and v are the cache
+    Args: what is static, and arrays of the kernel's function, for which `takes` is true. k and v are the caches
       of k_r after its rotation, the firsts of all pairs before the seconds, and of c.
 
     Returns:

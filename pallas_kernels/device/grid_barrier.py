@@ -33,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.launch import NUM_SMS, default_device, grid_index, launch
 from pallas_kernels.device.memory import Barriers, Memory
 
@@ -129,9 +130,7 @@ class InTurn:
 
     def arrive(self) -> None:
         """A barrier of the CTA."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.meeting)
-        plgpu.barrier_wait(self.meeting)
+        generations.meet(self.meeting)
 
     def wait(self) -> None:
         """See `arrive`."""

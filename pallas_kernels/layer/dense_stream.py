@@ -35,7 +35,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import generations
@@ -132,11 +131,7 @@ def _body(
 ) -> None:
     wg, own, dev = warpgroup_index(), Slice(sizes), Device(interpreted)
 
-    def meet() -> None:
-        generations.commit()
-        plgpu.barrier_arrive(smem.made)
-        plgpu.barrier_wait(smem.made)
-
+    meet = functools.partial(generations.meet, smem.made)
     row = Row(gmem, smem, eps, wg, dev, sizes.D, sizes.weights, own)
     tiles = Tiles(gmem, smem, sizes, wg, own, dev)
     row.make(tiles.begin, config.warpgroups)

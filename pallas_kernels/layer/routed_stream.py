@@ -49,6 +49,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Choice
+from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
@@ -153,11 +154,7 @@ def _body(
     router = Router(gmem, smem, barrier, eps, config.ctas, wg)
     experts, down = Branches(gmem, smem, sizes, config, wg), Down(gmem, smem, sizes, config, wg)
 
-    def meet():
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.made)
-        plgpu.barrier_wait(smem.made)
-
+    meet = functools.partial(generations.meet, smem.made)
     pl.when(wg < router.makers)(lambda: router.make(router.load()))  # what it reads would come behind copies
     experts.begin()
     down.begin_known()

@@ -38,13 +38,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.tiles import Sizes, write_strength
+from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import GridBarrier
 from pallas_kernels.device.lanes import WARP, lane_layout, load, vector_layout
 from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
-from pallas_kernels.token.decays import Decay, meet
+from pallas_kernels.token.decays import Decay
 from pallas_kernels.token.plan import Plan
 from pallas_kernels.token.rooms import WARPGROUPS
 from pallas_kernels.work.slots import Slots
@@ -197,7 +198,7 @@ class Head:
         norms = functools.cache(lambda: tile.norms(q_whole, k_whole))
         S, o = tile.update(S, q, k, v, alpha, beta, norms)
         store_any(self.room.o(smem).at[self.own], o)
-        meet(smem.whole)
+        generations.meet(smem.whole)
         return S
 
     def write(self, S: jax.Array) -> None:
