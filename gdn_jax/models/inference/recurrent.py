@@ -116,17 +116,13 @@ class RecurrentRows(Reader):
           cache: of the tokens before.
           slots: where in the cache each row is, as for `serving.mixing.mix_token`.
         """
-        return self._by_kernels(x, cache, slots)
+        del x, cache, slots
 
     def _known(self, cache) -> tuple[Convolution, Array | None, Array, Array]:
         """The convolution, A_log, dt_bias and the states of the rule, as kernels of a token take them."""
         m = self.mixer
         A_log = None if m.A_log is None else m.A_log[...]
         return Convolution(cache.conv, *m.filters()), A_log, m.dt_bias[...], cache.state
-
-    def _by_kernels(self, x, cache, slots) -> tuple[Array, RecurrentCache] | None:
-        """See `by_kernels`."""
-        del x, cache, slots
 
     def _by_parts(self, x, cache):
         """A token by the parts of the layer."""
@@ -196,7 +192,8 @@ class TokenRows(RecurrentRows):
                     return s, (with_words(found[0], words_of(y)), found[1])
         return normalise_first(self, norm, x, y, **options)
 
-    def _by_kernels(self, x, cache, slots):
+    def by_kernels(self, x, cache, slots=None):
+        """See `RecurrentRows.by_kernels`."""
         if self.mixer.conv_weight is None or not is_whole(x, *cache):
             return None
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
@@ -262,9 +259,9 @@ class HeadRows(TokenRows):
     def _raw_gates(self):
         return [self.mixer.a_proj], [self.mixer.b_proj]
 
-    def _by_kernels(self, x, cache, slots):
+    def by_kernels(self, x, cache, slots=None):
         """See `RecurrentRows.by_kernels`: on a mesh, and without a convolution, the rule alone is a kernel."""
-        found = super()._by_kernels(x, cache, slots)
+        found = super().by_kernels(x, cache, slots)
         if found is not None or slots is not None:
             return found
         m = self.mixer
@@ -304,7 +301,8 @@ class DeltaRow(RecurrentRows):
         super().__init__(rows.mixer)
         self.rows = rows
 
-    def _by_kernels(self, x, cache, slots):
+    def by_kernels(self, x, cache, slots=None):
+        """See `RecurrentRows.by_kernels`."""
         return self.rows.by_kernels(x, cache, slots)
 
     def from_stream(
