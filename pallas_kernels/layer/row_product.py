@@ -276,15 +276,8 @@ def heads_product(
     Args:
       o: heads that `Heads.check_supported` accepts.
       z: heads whose last H are the gates.
-      norm: weight of the norm.
-      weight: the matrix.
-      scales: as for `stream_product`.
-      eps: of the norm.
       activation: of the gate, one of `gated_norm.ACTIVATIONS`.
-      dtype: of the result.
-      ahead: arrays that the kernels after this one read first, see `device.ahead`.
-      config: None for the default.
-      interpret: parameters of Pallas' interpreter, None to compile.
+      norm, weight, scales, eps, dtype, ahead, config, interpret: as for `stream_product`.
     """
     config = config or (Config.heads() if scales is None else Config(8))
     row = Heads(eps, activation, _blocks(config, weight, scales))
@@ -320,9 +313,7 @@ def attended_product(
       z: heads whose last ones are the gates; None: there are none.
       weight: the matrix; its dtype is the result's.
       group: query heads of a key head.
-      ahead: arrays that the kernels after this one read first, see `device.ahead`.
-      config: None for the default.
-      interpret: parameters of Pallas' interpreter, None to compile.
+      ahead, config, interpret: as for `stream_product`.
     """
     static = Attended(group), config or Config.stream(weight.shape[0]), interpret
     return compiled(_run_attended, interpret, static=3)(*static, o, length, z, weight, rows_of(ahead))
