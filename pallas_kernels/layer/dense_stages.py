@@ -234,7 +234,6 @@ class Tiles:
         def multiply(row: list[jax.Array], n: Any, _: None) -> None:
             matrix, group = self._place(n)
 
-
             def scales(i: int, layout: Any) -> jax.Array:
                 return load(self._scales(matrix, group, i), layout)
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
@@ -50,7 +49,9 @@ class Numbers:
         del dev
         return [load(piece, self.layout.reduce(0)) for piece in pieces]
 
-    def products(self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]) -> jax.Array:
+    def products(
+        self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]
+    ) -> jax.Array:
         """Sums over what a thread has of a tile [rows, pieces, WIDEST] in shared memory, times a row.
 
         Args:
@@ -94,7 +95,9 @@ class Codes(Numbers):
         shape = (*ref.shape[:-1], *self.shape)
         return ref[...].reshape(shape) if dev.interpreted else load(ref.reshape(*shape), layout)
 
-    def products(self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]) -> jax.Array:
+    def products(
+        self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]
+    ) -> jax.Array:
         total = None
         for i, v in enumerate(row):
             x = self._load(dev, tile.at[:, i], self.layout)
@@ -159,13 +162,15 @@ class Blocks(Codes, Whole):
         if not generations.has_bulk_copies():
             return "weights in 8 bits; the kernel takes them from compute capability 9.0"
         if F % self.rows(own):
-            return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.rows(own)}"
+            return (
+                f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.rows(own)}"
+            )
         if all(min(start, F - own) % BLOCK + own <= 2 * BLOCK for start in range(0, F, own)):
             return None
         return f"slices of {own} of an inner width of {F}, some of which lie in three blocks of {BLOCK}"
 
     def memory(self, D: int) -> Memory:
-        return super().memory(D) | {"scales": Buffer((6, D // BLOCK))}
+        return {**super().memory(D), "scales": Buffer((6, D // BLOCK))}
 
     def ask(self, gmem: Any, first: Any, lines: Any) -> Sequence[jax.Array]:
         block, last = lax.div(first, jnp.int32(BLOCK)), gmem.scales.shape[1] - 1

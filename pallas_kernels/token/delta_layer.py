@@ -82,7 +82,9 @@ def check_supported(
     other = any(y not in DTYPES for y in (x.dtype, dtype, convolution.state.dtype))
     if other or weight.dtype != matrix or output.dtype != matrix:
         found = f"{x.dtype}, {dtype}, {weight.dtype}, {output.dtype}"
-        return f"{found}; the kernel takes float32, bfloat16 and float16, one for matrices, or E4M3 with scales"
+        return (
+            f"{found}; the kernel takes float32, bfloat16 and float16, one for matrices, or E4M3 with scales"
+        )
     if not keys or keys % K or HV % (keys // K):
         return (
             f"{HV} heads of v and {keys} channels of k; the kernel takes whole heads, v's a multiple of k's"
@@ -182,8 +184,8 @@ def delta_layer(
       dt_bias: bias of each value head, or of each of its key channels, as the rule's decay has it.
       places: where the channels lie.
       rule: what is computed of them.
-      scales: what belongs to matrices of codes of E4M3; None: matrices are numbers. Channels of the narrow projections
-        come after those of the codes.
+      scales: what belongs to matrices of codes of E4M3; None: matrices are numbers. Channels of the narrow
+        projections come after those of the codes.
       plan: how the work is divided; None: by `plan_of`.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
       interpret: parameters of Pallas' interpreter, None to compile.
@@ -228,7 +230,10 @@ def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, st
         "bias": convolution.bias,
     }
     of_heads = {"A_log": A_log, "dt_bias": dt_bias, "w_o": w_o, "output": output, "output_scales": of_output}
-    outputs = {"s": None if y is None else like(by_warps, x.dtype), "channels": like((channels,), jnp.float32)}
+    outputs = {
+        "s": None if y is None else like(by_warps, x.dtype),
+        "channels": like((channels,), jnp.float32),
+    }
     parts = {"y_h": like((plan.H * plan.R, plan.E), plan.results)}
     static: dict[str, Any] = {"places": places, "plan": plan}
     run = functools.partial(
@@ -246,12 +251,12 @@ def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, st
             inputs={**inputs, **of_heads, "words": words},
             outputs=outputs | parts,
             updated={"conv": convolution.state, "state": state},
-            memory=room.memory(plan) | plan.weights.memory(plan),
+            memory={**room.memory(plan), **plan.weights.memory(plan)},
             ahead=ahead,
         )
     else:  # CTAs run one after the other: a kernel for each stage
         body = functools.partial(_first, eps=eps, **static)
-        updated, memory = {"conv": convolution.state}, room.first(plan) | plan.weights.memory(plan)
+        updated, memory = {"conv": convolution.state}, {**room.first(plan), **plan.weights.memory(plan)}
         results = run("projections", body, inputs=inputs, outputs=outputs, updated=updated, memory=memory)
         seen = {"channels": results["channels"], "seen_state": state}
         body = functools.partial(_second, rule=rule, **static)

@@ -271,10 +271,14 @@ def _coded(layer: fused.Layer, gates: Any, values: int, seed: int):
     rows, last = first + values, gates.strength + layer.dt_bias.shape[0]
     codes, of_inputs, W_in = matrix_of_codes(rows, D, seed)
     outputs, of_output, W_out = matrix_of_codes(E, G, seed + 1)
-    scales = LayerScales(of_inputs[:, ::128] * D**-0.5, of_output[:, ::128] * G**-0.5, layer.inputs[first:last])
+    scales = LayerScales(
+        of_inputs[:, ::128] * D**-0.5, of_output[:, ::128] * G**-0.5, layer.inputs[first:last]
+    )
     decay = gates.decay if first > gates.decay else rows
     gates = dataclasses.replace(gates, decay=decay, strength=rows + gates.strength - first)
-    W_in = np.concatenate([W_in[:first] * D**-0.5, wide(layer.inputs)[first : F - values], W_in[first:] * D**-0.5])
+    W_in = np.concatenate(
+        [W_in[:first] * D**-0.5, wide(layer.inputs)[first : F - values], W_in[first:] * D**-0.5]
+    )
     return layer._replace(inputs=codes, output=outputs, scales=scales), gates, W_in, W_out * G**-0.5
 
 
