@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a tile: as many in every warp."""
-        return self.weights.rows(self.own)
+        return self.weights.rows(self.F, self.own)
 
     @property
     def room(self) -> int:

@@ -116,10 +116,9 @@ class Codes(Numbers):
 class Whole(Numbers):
     """Numbers of 16 bits, as `layer.dense_stream` has them."""
 
-    def rows(self, own: int) -> int:
-        """Rows of a tile, where a CTA has so many numbers of h; where it has others, a multiple of what is left is
-        added."""
-        del own
+    def rows(self, F: int, own: int) -> int:
+        """Rows of a tile, where CTAs have `own` numbers each of an inner width F."""
+        del F, own
         return WARPS
 
     unit: ClassVar[int] = 1
@@ -155,16 +154,14 @@ class Blocks(Codes, Whole):
 
     unit = WARPS
 
-    def rows(self, own: int) -> int:
-        return WARPS if own % (2 * WARPS) else 2 * WARPS
+    def rows(self, F: int, own: int) -> int:
+        return WARPS if F % (2 * WARPS) or own % (2 * WARPS) else 2 * WARPS
 
     def reason(self, F: int, own: int) -> str | None:
         if not generations.has_bulk_copies():
             return "weights in 8 bits; the kernel takes them from compute capability 9.0"
-        if F % self.rows(own):
-            return (
-                f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.rows(own)}"
-            )
+        if F % self.unit:
+            return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.unit}"
         if all(min(start, F - own) % BLOCK + own <= 2 * BLOCK for start in range(0, F, own)):
             return None
         return f"slices of {own} of an inner width of {F}, some of which lie in three blocks of {BLOCK}"
