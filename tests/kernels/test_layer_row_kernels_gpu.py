@@ -192,15 +192,22 @@ def test_row_of_heads():
 
 
 @pytest.mark.parametrize(
-    ("N", "G", "P", "F", "gated"),
-    [(2, 4, 3, 1024, True), (4, 4, 1, 2560, True), (4, 6, 2, 5120, True), (8, 1, 2, 512, False)],
+    ("N", "G", "P", "F", "gated", "codes"),
+    [
+        (2, 4, 3, 1024, True, False),
+        (4, 4, 1, 2560, True, False),
+        (4, 6, 2, 5120, True, False),
+        (8, 1, 2, 512, False, False),
+        (4, 4, 1, 2560, True, True),
+        (2, 4, 3, 1024, True, True),
+    ],
 )
-def test_row_of_attended_heads(N, G, P, F, gated):
-    parts, z, weight, want = row_kernels.attended(N, G, P, 256, F, gated)
+def test_row_of_attended_heads(N, G, P, F, gated, codes):
+    parts, z, weight, scales, want = row_kernels.attended(N, G, P, 256, F, gated, codes=codes)
 
     @jax.jit
     def call(parts, z, weight, length):
-        return attended_product(Parts(*parts), length, z, weight, group=G)
+        return attended_product(Parts(*parts), length, z, weight, scales, group=G, dtype=jnp.bfloat16)
 
     length = put([7], jnp.int32)
     got, after = call(parts, z, weight, length)
