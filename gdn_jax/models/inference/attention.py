@@ -133,11 +133,9 @@ class AttentionRows(Attention, Reader):
             return None
         if not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
-        arrays, (norms, heads), output = (
-            (channels[:, 0], cache.k, cache.v),
-            self._known(),
-            (last.group.weight[...], last.group.scales_of_blocks()),
-        )
+        group: Any = last.group
+        arrays, output = (channels[:, 0], cache.k, cache.v), (group.weight[...], group.scales_of_blocks())
+        norms, heads = self._known()
         if not takes(*arrays, heads, self.implementation, *output):
             return None
         static: Any = dict(is_gated=bool(gate), ahead=self.after(2))
