@@ -44,6 +44,7 @@ def takes(
     heads: Heads,
     implementation: str | None,
     output: Float[Array, "D G"] | None = None,
+    scales: Float[Array, "M G"] | None = None,
 ) -> bool:
     """Whether the kernels of `cached_attention` take channels and a cache, on one device."""
     if not usable(implementation) or not is_whole(channels, k, v) or v.shape != k.shape or v.dtype != k.dtype:
@@ -57,7 +58,8 @@ def takes(
     if output is None or reason is not None:
         return reason is None
     reason = row_product.Attended.check_supported(heads.queries, K, channels.shape[1], output.shape[1])
-    return B == len(k) == 1 and is_whole(output) and (reason or row_product.check_supported(output)) is None
+    reason = reason or row_product.check_supported(output, scales)
+    return B == len(k) == 1 and is_whole(output) and reason is None
 
 
 @token_op
@@ -101,6 +103,7 @@ def attended_token(
     length: Int[Array, "1"],
     norms: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
     output: Float[Array, "D G"],
+    scales: Float[Array, "M G"] | None,
     heads: Heads,
     *,
     is_gated: bool,
@@ -112,13 +115,14 @@ def attended_token(
       channels, k, v, norms, heads: as for `cached_attention`; with gates, by whose sigmoids the heads are multiplied,
         the last channels are these.
       length: tokens before this one.
-      output: the output projection, for which `takes` is true.
+      output: the output projection, for which, with its scales, `takes` is true.
+      scales: as for `row_product.stream_product`.
       is_gated: whether there are gates.
       ahead: arrays that the next kernels read first, see `pallas_kernels.device.ahead`.
 
     Returns:
-      The output in the projection's dtype, the cache with the token, and its length. Numerics: as for
-      `cached_attention`; the heads' sums, their gates and their product are float32.
+      The output in the projection's dtype, of codes in the channels', the cache with the token, and its length.
+      Numerics: as for `cached_attention`; the heads' sums, their gates and their product are float32.
     """
     from pallas_kernels.layer.attention_rows import Config, Parts, attention_parts, attention_rows
     from pallas_kernels.layer.made_rows import MOST_NUMBERS
@@ -131,7 +135,8 @@ def attended_token(
     else:
         parts = attention_parts((q,), cache, length, **options)
     z, group = channels.reshape(-1, k.shape[3]) if is_gated else None, heads.queries // k.shape[2]
-    y, after = attended_product(parts, length, z, output, group=group, ahead=tuple(ahead))
+    static: Any = dict(group=group, dtype=(output if scales is None else channels).dtype, ahead=tuple(ahead))
+    y, after = attended_product(parts, length, z, output, scales, **static)
     return y, *cache, after
 
 

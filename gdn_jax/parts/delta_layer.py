@@ -44,8 +44,8 @@ class Layer(NamedTuple):
     output: Float[Array, "D F"]
     """The output projection."""
     scales: LayerScales | None = None
-    """Where both matrices are codes of E4M3: their scales, and the projections to decays and strengths, whose channels
-    come after the gates of the output."""
+    """Where both matrices are codes of E4M3: their scales, and the projections to decays and strengths, whose
+    channels come after the gates of the output."""
 
 
 class Options(NamedTuple):

@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a tile: as many in every warp."""
-        return self.weights.rows(self.own)
+        return self.weights.rows(self.F, self.own)
 
     @property
     def room(self) -> int:
@@ -233,7 +233,6 @@ class Tiles:
 
         def multiply(row: list[jax.Array], n: Any, _: None) -> None:
             matrix, group = self._place(n)
-
 
             def scales(i: int, layout: Any) -> jax.Array:
                 return load(self._scales(matrix, group, i), layout)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
@@ -50,7 +49,9 @@ class Numbers:
         del dev
         return [load(piece, self.layout.reduce(0)) for piece in pieces]
 
-    def products(self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]) -> jax.Array:
+    def products(
+        self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]
+    ) -> jax.Array:
         """Sums over what a thread has of a tile [rows, pieces, WIDEST] in shared memory, times a row.
 
         Args:
@@ -94,7 +95,9 @@ class Codes(Numbers):
         shape = (*ref.shape[:-1], *self.shape)
         return ref[...].reshape(shape) if dev.interpreted else load(ref.reshape(*shape), layout)
 
-    def products(self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]) -> jax.Array:
+    def products(
+        self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]
+    ) -> jax.Array:
         total = None
         for i, v in enumerate(row):
             x = self._load(dev, tile.at[:, i], self.layout)
@@ -113,10 +116,9 @@ class Codes(Numbers):
 class Whole(Numbers):
     """Numbers of 16 bits, as `layer.dense_stream` has them."""
 
-    def rows(self, own: int) -> int:
-        """Rows of a tile, where a CTA has so many numbers of h; where it has others, a multiple of what is left is
-        added."""
-        del own
+    def rows(self, F: int, own: int) -> int:
+        """Rows of a tile, where CTAs have `own` numbers each of an inner width F."""
+        del F, own
         return WARPS
 
     unit: ClassVar[int] = 1
@@ -152,20 +154,20 @@ class Blocks(Codes, Whole):
 
     unit = WARPS
 
-    def rows(self, own: int) -> int:
-        return WARPS if own % (2 * WARPS) else 2 * WARPS
+    def rows(self, F: int, own: int) -> int:
+        return WARPS if F % (2 * WARPS) or own % (2 * WARPS) else 2 * WARPS
 
     def reason(self, F: int, own: int) -> str | None:
         if not generations.has_bulk_copies():
             return "weights in 8 bits; the kernel takes them from compute capability 9.0"
-        if F % self.rows(own):
-            return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.rows(own)}"
+        if F % self.unit:
+            return f"an inner width of {F}; of weights in 8 bits the kernel takes multiples of {self.unit}"
         if all(min(start, F - own) % BLOCK + own <= 2 * BLOCK for start in range(0, F, own)):
             return None
         return f"slices of {own} of an inner width of {F}, some of which lie in three blocks of {BLOCK}"
 
     def memory(self, D: int) -> Memory:
-        return super().memory(D) | {"scales": Buffer((6, D // BLOCK))}
+        return {**super().memory(D), "scales": Buffer((6, D // BLOCK))}
 
     def ask(self, gmem: Any, first: Any, lines: Any) -> Sequence[jax.Array]:
         block, last = lax.div(first, jnp.int32(BLOCK)), gmem.scales.shape[1] - 1

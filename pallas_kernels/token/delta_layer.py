@@ -186,8 +186,8 @@ def delta_layer(
       dt_bias: bias of each value head, or of each of its key channels, as the rule's decay has it.
       places: where the channels lie.
       rule: what is computed of them.
-      scales: what belongs to matrices of codes of E4M3; None: matrices are numbers. Channels of the narrow projections
-        come after those of the codes.
+      scales: what belongs to matrices of codes of E4M3; None: matrices are numbers. Channels of the narrow
+        projections come after those of the codes.
       plan: how the work is divided; None: by `plan_of`.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
       words: of the barriers, as for `grid_barrier.launch_stages`; those of a key head are its barrier's and that of
@@ -254,12 +254,12 @@ def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, st
             outputs=outputs | parts,
             updated={"conv": convolution.state, "state": state},
             kept={"words": new_words() if words is None else words},
-            memory=room.memory(plan) | plan.weights.memory(plan),
+            memory={**room.memory(plan), **plan.weights.memory(plan)},
             ahead=ahead,
         )
     else:  # CTAs run one after the other: a kernel for each stage
         body = functools.partial(_first, eps=eps, **static)
-        updated, memory = {"conv": convolution.state}, room.first(plan) | plan.weights.memory(plan)
+        updated, memory = {"conv": convolution.state}, {**room.first(plan), **plan.weights.memory(plan)}
         results = run("projections", body, inputs=inputs, outputs=outputs, updated=updated, memory=memory)
         seen = {"channels": results["channels"], "seen_state": state}
         body = functools.partial(_second, rule=rule, **static)

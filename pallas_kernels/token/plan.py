@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS
 from pallas_kernels.device.memory import SMEM_LIMIT, smem_bytes
-from pallas_kernels.token.decays import Decay
 from pallas_kernels.layer.dense_weights import EACH
+from pallas_kernels.token.decays import Decay
 from pallas_kernels.token.rooms import CHUNK, ROOMS, ROWS, WARPGROUPS, WIDEST, Room
 from pallas_kernels.token.weights import Whole, of_dtype
 
@@ -167,7 +167,7 @@ class Plan:
             return reason
         if not self.room.fits(self):
             return f"{what}; the kernel takes rows that fit the slots of tiles, and the state"
-        memory = self.room.memory(self) | self.weights.memory(self)
+        memory = {**self.room.memory(self), **self.weights.memory(self)}
         taken = smem_bytes(memory, self.room.reduction_bytes)
         if taken > SMEM_LIMIT:
             return f"{what}: {taken} bytes of shared memory; a CTA has {SMEM_LIMIT}"
@@ -179,10 +179,14 @@ class Plan:
 
 
 def plan_of(H: int, R: int, K: int, D: int, E: int, dtypes: tuple[Any, Any], decay: Decay) -> Plan | str:
-    """The plan for matrices and results of two dtypes with the most CTAs that are on a device at once; else why that with the most cannot be."""
+    """The plan with the most CTAs that are on a device at once; else why that with the most cannot be.
+
+    Args:
+      dtypes: of both matrices, and of results.
+    """
     reason, most = None, most_ctas()
     for m, room in itertools.product(PARTS, ROOMS):
-        plan = Plan(H, R, K, D, E, m, *map(jnp.dtype, dtypes), decay, room)
+        plan = Plan(H, R, K, D, E, m, jnp.dtype(dtypes[0]), jnp.dtype(dtypes[1]), decay, room)
         if plan.ctas <= most:
             if (why := plan.reason()) is None:
                 return plan

@@ -59,8 +59,10 @@ class Whole(Numbers):
         """A reference to some scales of a block of rows, as integers after what is claimed."""
         return stage.smem.claimed.at[pl.ds(CLAIMED + block * (stage.plan.D // BLOCK) + first, count)]
 
-    def read(self, head: Any) -> None:
+    def read(self, head: Any) -> list[jax.Array]:
         """Asks, before the token is there, for what belongs to this warpgroup's rows of W_o."""
+        del head
+        return []
 
     def scaled(self, head: Any, place: tuple[Any, int], sums: jax.Array) -> jax.Array:
         """Sums over some of these rows, times what belongs to them.
@@ -80,10 +82,8 @@ class Blocks(Codes, Whole):
 
     def reason(self, plan: Any) -> str | None:
         if plan.K != BLOCK or plan.E % BLOCK:
-            return (
-                f"heads of {plan.K} and {plan.E} outputs; of weights in 8 bits the kernel takes heads of {BLOCK}, and "
-                f"multiples of it"
-            )
+            takes = f"of weights in 8 bits the kernel takes heads of {BLOCK}, and multiples of it"
+            return f"heads of {plan.K} and {plan.E} outputs; {takes}"
         return None
 
     def memory(self, plan: Any) -> Memory:

@@ -17,7 +17,9 @@ def delta_layer_call(places, rule, x, y, norm, weight, state, filters, *others, 
     scales = LayerScales(*others[-3:]) if codes else None
     gates: dict[str, Any] = dict(A_log=A_log, dt_bias=dt_bias, eps=1e-6)
     convolution = Convolution(state, filters, None)
-    return delta_layer(x, y, norm, weight, convolution, *arrays, **gates, places=places, rule=rule, scales=scales)
+    return delta_layer(
+        x, y, norm, weight, convolution, *arrays, **gates, places=places, rule=rule, scales=scales
+    )
 
 
 CHANNEL_LAYER = Places(0, 2048, 4096, 6144, 8192, 8320), Rule(ChannelDecay(-5.0), False, 1e-6, "sigmoid")

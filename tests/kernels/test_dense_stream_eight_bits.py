@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_kernels
+from device_arrays import put
 from flax import nnx
 from fused_harness import close, draws
 from layer_kernels import INTERPRET
@@ -18,7 +19,7 @@ from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, whole
 from gdn_jax.models.inference.dense import BlockDenseRow
 from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.recurrent import DeltaRow, HeadRows
-from pallas_kernels.layer import dense_stream, row_product
+from pallas_kernels.layer import attention_rows, dense_stream, row_product
 from pallas_kernels.token import delta_layer
 from pallas_kernels.token import plan as token_plan
 
@@ -60,6 +61,18 @@ def test_products_of_heads_by_codes(config):
     z = channels.reshape(-1, 128)
     got = row_product.heads_product(o, z, *args, eps=1e-6, activation="silu", **options)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_products_of_attended_heads_by_codes():
+    """Of several parts, by CTAs whose rows lie in two blocks."""
+    parts, z, weight, scales, want = row_kernels.attended(2, 2, 3, 256, 256, True, codes=True)
+    options: dict = dict(group=2, dtype=jnp.float32, config=row_product.Config(4, 3), interpret=INTERPRET)
+    length = put([7], jnp.int32)
+    got, after = row_product.attended_product(
+        attention_rows.Parts(*parts), length, z, weight, scales, **options
+    )
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert after == 8
 
 
 def test_products_of_a_recurrent_layer(small, monkeypatch):

@@ -230,7 +230,7 @@ def test_products_of_heads():
 )
 def test_products_of_attended_heads(N, G, P, gated):
     """Parts are added up; a part that saw no token has no weight."""
-    parts, z, weight, want = row_kernels.attended(N, G, P, 256, 24, gated)
+    parts, z, weight, _, want = row_kernels.attended(N, G, P, 256, 24, gated)
     options: dict = dict(group=G, config=row_product.Config(8, 3), interpret=INTERPRET)
     parts = attention_rows.Parts(*parts)
     got, length = row_product.attended_product(parts, put([7], jnp.int32), z, weight, **options)

@@ -49,7 +49,9 @@ def planned(name: str):
     y, the convolution has a bias, beta is doubled, and matrices are bfloat16."""
     decay, H, HV, D, m, room, K, codes = (*LAYERS[name], 64, False)[:8]
     two = HV > H
-    static = dict(decay=decay, HV=HV, bias=two, doubled=two, dtype="bfloat16" if two else "float32", codes=codes)
+    static = dict(
+        decay=decay, HV=HV, bias=two, doubled=two, dtype="bfloat16" if two else "float32", codes=codes
+    )
     (x, y, layer, gates, options), want = row_kernels.delta_layer(H, K, D, 0 if two else 3, **static)
     rule = Rule(fused_delta_layer.kernel_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
     norm, inputs, convolution, A_log, dt_bias, state, output_norm, output, scales = layer

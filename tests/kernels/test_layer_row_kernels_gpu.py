@@ -123,6 +123,9 @@ LAYERS = {
     "1.3b": dict(H=16, D=2048, parts=1, decay=row_kernels.HEADS),
     "qwen3.5-4b": dict(H=16, D=2560, parts=32, decay=row_kernels.HEADS, HV=32),
     "qwen3-next": dict(H=16, D=2048, parts=0, decay=row_kernels.HEADS, HV=32, bias=True, doubled=True),
+    "qwen3.5-0.8b, codes": dict(H=16, D=1024, parts=1, decay=row_kernels.HEADS, codes=True),
+    "qwen3.5-2b, codes": dict(H=16, D=2048, parts=1, decay=row_kernels.HEADS, codes=True, doubled=True),
+    "qwen3.5-4b, codes": dict(H=16, D=2560, parts=32, decay=row_kernels.HEADS, HV=32, bias=True, codes=True),
     "9 heads": dict(H=9, D=1536, parts=11),
     "8 heads, of channels": dict(H=8, D=1024, parts=1, bias=True),
     "16 heads, of channels, wide": dict(H=16, D=2048, parts=1),
@@ -191,15 +194,22 @@ def test_row_of_heads():
 
 
 @pytest.mark.parametrize(
-    ("N", "G", "P", "F", "gated"),
-    [(2, 4, 3, 1024, True), (4, 4, 1, 2560, True), (4, 6, 2, 5120, True), (8, 1, 2, 512, False)],
+    ("N", "G", "P", "F", "gated", "codes"),
+    [
+        (2, 4, 3, 1024, True, False),
+        (4, 4, 1, 2560, True, False),
+        (4, 6, 2, 5120, True, False),
+        (8, 1, 2, 512, False, False),
+        (4, 4, 1, 2560, True, True),
+        (2, 4, 3, 1024, True, True),
+    ],
 )
-def test_row_of_attended_heads(N, G, P, F, gated):
-    parts, z, weight, want = row_kernels.attended(N, G, P, 256, F, gated)
+def test_row_of_attended_heads(N, G, P, F, gated, codes):
+    parts, z, weight, scales, want = row_kernels.attended(N, G, P, 256, F, gated, codes=codes)
 
     @jax.jit
     def call(parts, z, weight, length):
-        return attended_product(Parts(*parts), length, z, weight, group=G)
+        return attended_product(Parts(*parts), length, z, weight, scales, group=G, dtype=jnp.bfloat16)
 
     length = put([7], jnp.int32)
     got, after = call(parts, z, weight, length)

@@ -167,9 +167,10 @@ def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     return (o, channels, norm, weight), y.reshape(1, -1) @ wide(weight).T
 
 
-def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0):
+def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0, *, codes: bool = False):
     """What `attended_product` takes of N key heads and G heads of each, filled up to eight with NaN: parts, the gates
-    after other heads, and the matrix; and what it gives. The last part of several saw no token."""
+    after other heads, the matrix and the scales of one of codes; and what it gives. The last part of several saw no
+    token."""
     draw, rng = draws(seed), np.random.default_rng(seed)
     o, total = rng.normal(size=(N, P, G, V)), rng.uniform(0.5, 2, (N, P, G))
     largest = rng.normal(size=(N, P, G))
@@ -177,15 +178,18 @@ def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0)
         o[:, -1], total[:, -1], largest[:, -1] = 0, 0, -np.inf
     factor = np.exp2(largest - largest.max(1, keepdims=True))
     seen = (factor[..., None] * o).sum(1) / (factor * total).sum(1)[..., None]
-    z, weight = draw(N * G + 1, V, dtype="bfloat16"), draw(F, N * G * V, dtype="bfloat16")
+    z, weight, scales = draw(N * G + 1, V, dtype="bfloat16"), draw(F, N * G * V, dtype="bfloat16"), None
+    W = wide(weight)
+    if codes:
+        weight, scales, W = matrix_of_codes(F, N * G * V, seed)
     gates = wide(z)[1:].reshape(N, G, V)
     v = seen / (1 + np.exp(-gates)) if gated else seen
     fill = [(0, 0), (0, 0), (0, 8 - G)]
     parts = [
         np.pad(x, fill + [(0, 0)] * (x.ndim - 3), constant_values=np.nan)[None] for x in (o, largest, total)
     ]
-    want = v.reshape(1, -1) @ wide(weight).T
-    return [put(x, "float32") for x in parts], z if gated else None, weight, want
+    want = v.reshape(1, -1) @ W.T
+    return [put(x, "float32") for x in parts], z if gated else None, weight, scales, want
 
 
 def same_bits(x, y) -> None:

@@ -10,7 +10,6 @@ from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
 from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
-    BlockGroup,
     ProjectionOfGroup,
     group_of,
     group_projections,
@@ -133,17 +132,15 @@ class AttentionRows(Attention, Reader):
             or type(cache) is not FixedAttentionCache
         ):
             return None
-        if not isinstance(last, ProjectionOfGroup) or not last.is_alone or isinstance(last.group, BlockGroup):
+        if not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
-        arrays, (norms, heads), output = (
-            (channels[:, 0], cache.k, cache.v),
-            self._known(),
-            last.group.weight[...],
-        )
-        if not takes(*arrays, heads, self.implementation, output):
+        group: Any = last.group
+        arrays, output = (channels[:, 0], cache.k, cache.v), (group.weight[...], group.scales_of_blocks())
+        norms, heads = self._known()
+        if not takes(*arrays, heads, self.implementation, *output):
             return None
         static: Any = dict(is_gated=bool(gate), ahead=self.after(2))
-        y, *after = attended_token(*arrays, cache.length, norms, output, heads, **static)
+        y, *after = attended_token(*arrays, cache.length, norms, *output, heads, **static)
         return y[None], FixedAttentionCache(*after)
 
     def place(self, cache: Any) -> Place:

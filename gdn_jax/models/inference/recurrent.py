@@ -338,10 +338,12 @@ class DeltaRow(RecurrentRows):
         layer = delta_layer.Layer(norm, inputs.weight[...], *known)
         if not isinstance(inputs, BlockGroup):
             return layer, gates
-        blocks, narrow = (inputs.whole_blocks, output.whole_blocks), self.rows.narrow_group()
-        if any(scales is None for scales in blocks) or not isinstance(narrow, ProjectionGroup):
+        narrow = self.rows.narrow_group()
+        if not isinstance(output, BlockGroup) or not isinstance(narrow, ProjectionGroup):
             return None
-        scales = LayerScales(*(scales[...] for scales in blocks), narrow.weight[...])
+        if inputs.whole_blocks is None or output.whole_blocks is None:
+            return None
+        scales = LayerScales(inputs.whole_blocks[...], output.whole_blocks[...], narrow.weight[...])
         return layer._replace(scales=scales), gates
 
 
