@@ -225,21 +225,10 @@ class Attention(nnx.Module):
         positions, last = (cache.length - count)[:, None] + jnp.arange(T), jnp.maximum(cache.length, 1)[:, None] - 1
         return self.seen(q, cache, jnp.minimum(positions, last)), cache  # padding has a slot where its row has
 
-    def seen(
-        self,
-        q: Float[Array, "B T H K"],
-        cache,
-        positions: Int[Array, "B T"],
-        rows: Int[Array, " B"] | None = None,
-        *,
-        by_row: bool = True,
-    ) -> Float[Array, "B T H V"]:
+    def seen(self, q, cache, positions, rows=None, by_row=True):
         """Returns what queries of tokens at some positions see of a cache or a pool; NaN where that has no slot.
 
-        Args:
-          q, cache, positions: as for `some_queries`.
-          rows: as for `one_query`, where T is 1.
-          by_row: whether one query of each row is `one_query`.
+        Args: as for `some_queries`, rows as for `one_query`; by_row: whether one query of each row is that.
         """
         is_one = by_row and q.shape[1] == 1
         o = self.one_query(q, cache, rows) if is_one else self.some_queries(q, cache, positions)

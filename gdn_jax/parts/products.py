@@ -281,11 +281,13 @@ def cotangent_operand(policy: Float8, cotangent: Addend) -> Operand:
 
     Each may be a `SymbolicZero`: readers that do not know of `Addend.cotangent` give that of `value`.
     """
-    dy, (rows, _, saturated, scale) = cotangent
+    dy, of_rows, _ = cotangent
+    assert of_rows is not None
+    rows, _, saturated, scale = of_rows
     if isinstance(rows, SymbolicZero):
         return operand(_tokens(dy), policy.cotangents, True)
     if isinstance(dy, SymbolicZero):
-        return cotangent.cotangent
+        return of_rows
     both = _tokens(dy).astype(jnp.float32) + rows.astype(jnp.float32) / scale
     made = operand(both.astype(dy.dtype), policy.cotangents, True)
     return made._replace(saturated=made.saturated + saturated)

@@ -49,7 +49,9 @@ def packed(x: Raw) -> Packed:
     of_heads, first = [y.reshape(*y.shape[:2], -1) for y in x[:3]], Channels()
     if x.qkv is not None:
         of_heads, first = [x.qkv] * 3, Channels(k=Hq * K, v=(Hq + Hk) * K)
-    return Packed(*of_heads, *_gates(x), (Hq, Hk, HV), first, x.erase_key, x.erase_strength)
+    q, k, v = of_heads
+    a, b, w, A_log, dt_bias = _gates(x)
+    return Packed(q, k, v, a, b, w, A_log, dt_bias, (Hq, Hk, HV), first, x.erase_key, x.erase_strength)
 
 
 def step(call: Call, x: Packed) -> Callable[..., tuple[Array, Array]]:

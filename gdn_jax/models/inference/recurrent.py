@@ -158,9 +158,8 @@ class TokenRows(RecurrentRows):
             if self.narrow_group() is None:
                 return None
             first = self.group.outputs
-        return Gates(
-            m.num_heads, *(first + linear.start for linear in last), m.allow_neg_eigval, m.lower_bound
-        )
+        decay, strength = (first + linear.start for linear in last)
+        return Gates(m.num_heads, decay, strength, m.allow_neg_eigval, m.lower_bound)
 
     def narrow_group(self) -> Any:
         """See `RecurrentRows.narrow_group`."""
@@ -201,12 +200,12 @@ class TokenRows(RecurrentRows):
 
     def _token(self, channels, raw, x, cache, slots=None):
         """A token from its products, and its gates' products with their places; None where no kernel takes it."""
-        m, row, (convolution, *known) = self.mixer, channels[:, 0], self._known(cache)
+        m, row, (convolution, A_log, dt_bias, state) = self.mixer, channels[:, 0], self._known(cache)
         why = mixing.reason(row, m.num_heads, convolution, cache.state)
         if not usable(m.implementation, mixing.kernel(), part="the step of a token", reason=why):
             return None
         gates = [(array[:, 0], start) for array, start in raw]
-        arrays = gates, row, convolution, *known, slots
+        arrays = gates, row, convolution, A_log, dt_bias, state, slots
         o, *after = mix_token(self._call(), m.num_heads, *arrays)
         o = o[:, None]
         y = self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x)
