@@ -139,6 +139,20 @@ class Convolution(NamedTuple):
     bias: Float[Array, " C"] | None
 
 
+class LayerScales(NamedTuple):
+    """What a layer of one token has besides its matrices, where these are codes of E4M3.
+
+    A matrix W[f, d] is codes[f, d] * scales[f // 128, d // 128].
+    """
+
+    inputs: Float[Array, "M N"]
+    """Scales of the projections of the layer's input."""
+    output: Float[Array, "P Q"]
+    """Scales of the output projection."""
+    narrow: Float[Array, "S D"]
+    """Projections of the input whose weights are numbers; their results come after those of the codes."""
+
+
 class ArgumentError(ValueError):
     """An argument that cannot be used.
 

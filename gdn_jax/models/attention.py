@@ -14,7 +14,7 @@ from gdn_jax.layers.blocks import Initializer, RMSNorm, products
 from gdn_jax.layers.padding import check_rows, run_of_tokens
 from gdn_jax.models.config import AttentionConfig
 from gdn_jax.parallel.token_shards import attention_on_mesh
-from gdn_jax.parts.attention import attend, same_segment
+from gdn_jax.parts.attention import attend, frequencies, same_segment
 from gdn_jax.parts.attention_rows import attention_rows
 from gdn_jax.shapes import check_array
 
@@ -40,7 +40,7 @@ class FixedAttentionCache(AttentionCache):
     """An AttentionCache whose number of slots stays, as a loop under jit wants it.
 
     A call with more tokens than there are free slots raises a ValueError; under jit, where `length` is not known, the
-    outputs of that row are NaN.
+    outputs of tokens without a slot are NaN.
     """
 
     @property
@@ -222,13 +222,18 @@ class Attention(nnx.Module):
             )
             return o, self.first_cache(k, v, count) if return_cache else None
         T, cache = q.shape[1], _append(cache, k, v, count, is_full=lengths is None)
-        if T == 1:
-            o = self.one_query(q, cache)
-        else:
-            o = self.some_queries(q, cache, (cache.length - count)[:, None] + jnp.arange(T))
-        # The slots of a FixedAttentionCache may not suffice, which is seen outside jit only: say it loudly.
-        fits = cache.length <= cache.k.shape[1]
-        return self.outputs(jnp.where(fits[:, None, None, None], o, jnp.nan)), cache
+        positions, last = (cache.length - count)[:, None] + jnp.arange(T), jnp.maximum(cache.length, 1)[:, None] - 1
+        return self.seen(q, cache, jnp.minimum(positions, last)), cache  # padding has a slot where its row has
+
+    def seen(self, q, cache, positions, rows=None, by_row=True):
+        """Returns what queries of tokens at some positions see of a cache or a pool; NaN where that has no slot.
+
+        Args: as for `some_queries`, rows as for `one_query`; by_row: whether one query of each row is that.
+        """
+        is_one = by_row and q.shape[1] == 1
+        o = self.one_query(q, cache, rows) if is_one else self.some_queries(q, cache, positions)
+        # The slots may not suffice, which is seen outside jit only: say it loudly.
+        return self.outputs(jnp.where((positions < cache.k.shape[1])[..., None, None], o, jnp.nan))
 
     def some_queries(
         self, q: Float[Array, "B T H K"], cache, positions: Int[Array, "B T"]
@@ -381,8 +386,7 @@ def rotate(
       The turned x in its dtype; angles and products are float32.
     """
     half = rotary_dim // 2
-    frequencies = (1.0 / theta ** (np.arange(half) * 2 / rotary_dim)).astype(np.float32)
-    angles = (positions[..., None] * frequencies)[:, :, None]  # [B1, T, 1, half]
+    angles = (positions[..., None] * frequencies(theta, rotary_dim))[:, :, None]  # [B1, T, 1, half]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -322,12 +322,11 @@ class Attending:
         S = pool.capacity
         check_values(partial(_check_room, S), lengths, at.is_slot)
         if q.shape[1] == 1 and mixer.config.window is None and not self._batch_invariant:
-            o = mixer.one_query(q, pool._replace(length=lengths), jnp.where(at.is_slot, at.slot, 0))
+            o = mixer.seen(q, pool._replace(length=lengths), positions, jnp.where(at.is_slot, at.slot, 0))
         else:
             known = jnp.arange(S) < lengths[:, None]  # other places may hold NaN
             k, v = (jnp.where(known[..., None, None], pool_slots.take(y, at), 0) for y in (pool.k, pool.v))
-            o = mixer.some_queries(q, AttentionCache(k, v, lengths), positions)
-        o = jnp.where((positions < S)[..., None, None], mixer.outputs(o), jnp.nan)
+            o = mixer.seen(q, AttentionCache(k, v, lengths), positions, by_row=False)
         return jnp.where(at.is_slot[:, None, None, None], o, 0)
 
 

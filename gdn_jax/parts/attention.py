@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 _WIDEST = 256
@@ -79,6 +80,11 @@ def takes(
     if not capability.isdecimal() or int(capability) < 9 or q.shape[-1] % 8 or q.shape[-1] > _WIDEST:
         return False
     return visible is None or (q.shape[1] % 2 == 0 and k.shape[1] % 2 == 0)
+
+
+def frequencies(theta: float, width: int) -> Float[np.ndarray, " half"]:
+    """Angles by which pairs of `width` dimensions turn from a token to the next, float32: theta^(-2 j / width)."""
+    return (1.0 / theta ** (np.arange(width // 2) * 2 / width)).astype(np.float32)
 
 
 def same_segment(segment_ids: Int[Array, "B T"] | None) -> Bool[Array, "B 1 T T"] | None:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
+from gdn_jax.parts.attention import frequencies
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 
 
@@ -44,6 +44,7 @@ def takes(
     heads: Heads,
     implementation: str | None,
     output: Float[Array, "D G"] | None = None,
+    scales: Float[Array, "M G"] | None = None,
 ) -> bool:
     """Whether the kernels of `cached_attention` take channels and a cache, on one device."""
     if not usable(implementation) or not is_whole(channels, k, v) or v.shape != k.shape or v.dtype != k.dtype:
@@ -57,9 +58,11 @@ def takes(
     if output is None or reason is not None:
         return reason is None
     reason = row_product.Attended.check_supported(heads.queries, K, channels.shape[1], output.shape[1])
-    return B == len(k) == 1 and is_whole(output) and (reason or row_product.check_supported(output)) is None
+    reason = reason or row_product.check_supported(output, scales)
+    return B == len(k) == 1 and is_whole(output) and reason is None
 
 
+@token_op
 def cached_attention(
     channels: Float[Array, "B F"],
     k: Float[Array, "R S N K"],
@@ -84,7 +87,12 @@ def cached_attention(
       What each head sees, in the channels' dtype, NaN where the token is not kept, and the cache with the token.
       Numerics: float32; queries, keys and the softmax's weights are rounded.
     """
-    return _op(heads, channels, k, v, place, norms)
+    from pallas_kernels.layer.attention_rows import attention_rows
+
+    (*_, N, K), (q, cache) = k.shape, _cached(heads, channels, k, v, place, norms)
+    seen, more = (place.position, 1) if place.seen is None else (jnp.maximum(place.seen, 1), 0)
+    o = attention_rows((q,), cache, seen, place.row, scale=K**-0.5, more=more)
+    return o[:, :, : heads.queries // N].reshape(-1, heads.queries, K), *cache
 
 
 @token_op
@@ -95,6 +103,7 @@ def attended_token(
     length: Int[Array, "1"],
     norms: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
     output: Float[Array, "D G"],
+    scales: Float[Array, "M G"] | None,
     heads: Heads,
     *,
     is_gated: bool,
@@ -106,13 +115,14 @@ def attended_token(
       channels, k, v, norms, heads: as for `cached_attention`; with gates, by whose sigmoids the heads are multiplied,
         the last channels are these.
       length: tokens before this one.
-      output: the output projection, for which `takes` is true.
+      output: the output projection, for which, with its scales, `takes` is true.
+      scales: as for `row_product.stream_product`.
       is_gated: whether there are gates.
-      ahead: as for `row_product.stream_product`.
+      ahead: arrays that the next kernels read first, see `pallas_kernels.device.ahead`.
 
     Returns:
-      The output in the projection's dtype, the cache with the token, and its length. Numerics: as for
-      `cached_attention`; the heads' sums, their gates and their product are float32.
+      The output in the projection's dtype, of codes in the channels', the cache with the token, and its length.
+      Numerics: as for `cached_attention`; the heads' sums, their gates and their product are float32.
     """
     from pallas_kernels.layer.attention_rows import Config, Parts, attention_parts, attention_rows
     from pallas_kernels.layer.made_rows import MOST_NUMBERS
@@ -125,17 +135,9 @@ def attended_token(
     else:
         parts = attention_parts((q,), cache, length, **options)
     z, group = channels.reshape(-1, k.shape[3]) if is_gated else None, heads.queries // k.shape[2]
-    y, after = attended_product(parts, length, z, output, group=group, ahead=tuple(ahead))
+    static: Any = dict(group=group, dtype=(output if scales is None else channels).dtype, ahead=tuple(ahead))
+    y, after = attended_product(parts, length, z, output, scales, **static)
     return y, *cache, after
-
-
-def _by_kernels(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, Array, Array]:
-    from pallas_kernels.layer.attention_rows import attention_rows
-
-    (*_, N, K), (q, cache) = k.shape, _cached(heads, channels, k, v, place, norms)
-    seen, more = (place.position, 1) if place.seen is None else (jnp.maximum(place.seen, 1), 0)
-    o = attention_rows((q,), cache, seen, place.row, scale=K**-0.5, more=more)
-    return o[:, :, : heads.queries // N].reshape(-1, heads.queries, K), *cache
 
 
 def _cached(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, tuple[Array, Array]]:
@@ -144,10 +146,6 @@ def _cached(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, t
 
     rotation: Any = None
     if heads.rotary_dim:
-        steps = np.arange(heads.rotary_dim // 2) * 2 / heads.rotary_dim
-        rotation = Rotation(place.position, jnp.asarray((1.0 / heads.theta**steps).astype(np.float32)))
+        rotation = Rotation(place.position, jnp.asarray(frequencies(heads.theta, heads.rotary_dim)))
     known, sizes = None if norms is None else Norms(*norms), dict(heads=heads.queries, eps=heads.eps)
     return cached_heads(channels, (k, v), place.slot, place.row, known, rotation, **sizes)
-
-
-_op = token_op(_by_kernels)

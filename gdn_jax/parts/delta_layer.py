@@ -7,8 +7,22 @@ import jax
 from jaxtyping import Array, Float
 
 from gdn_jax.parts.kernels import is_whole, token_op, usable
-from gdn_jax.parts.token import Gates
-from gdn_jax.shapes import Convolution
+from gdn_jax.shapes import Convolution, LayerScales
+
+
+class Gates(NamedTuple):
+    """The heads and gates of a layer, besides its arrays: decays of heads or of key channels, as dt_bias is."""
+
+    H: int
+    """Heads of q, and of k, which are the first channels; those of v follow."""
+    decay: int
+    """First channel of the raw inputs of the decays."""
+    strength: int
+    """First channel of the raw inputs of the strengths."""
+    allow_neg_eigval: bool = False
+    """Whether beta = 2 sigmoid(b)."""
+    lower_bound: float | None = None
+    """The strongest log decay of the bounded gate of channels; None for the other gate, see `channel_log_decay`."""
 
 
 class Layer(NamedTuple):
@@ -29,6 +43,9 @@ class Layer(NamedTuple):
     """Weight of the norm of each head, float32."""
     output: Float[Array, "D F"]
     """The output projection."""
+    scales: LayerScales | None = None
+    """Where both matrices are codes of E4M3: their scales, and the projections to decays and strengths, whose
+    channels come after the gates of the output."""
 
 
 class Options(NamedTuple):
@@ -50,6 +67,13 @@ def _places(layer: Layer, gates: Gates):
     return Places(0, H * K, 2 * H * K, gates.decay, gates.strength, layer.inputs.shape[0] - HV * V)
 
 
+def kernel_decay(layer: Layer, gates: Gates):
+    """The decay, as the kernel takes it."""
+    from pallas_kernels.token.decays import ChannelDecay, HeadDecay
+
+    return HeadDecay() if layer.dt_bias.ndim == 1 else ChannelDecay(gates.lower_bound)
+
+
 def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: str | None) -> bool:
     """Whether `delta_layer` takes a stream and a layer: one row, on one device."""
     arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
@@ -58,7 +82,7 @@ def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: s
     from pallas_kernels.token.delta_layer import check_supported
 
     known = layer.inputs, layer.convolution, layer.state, layer.output, _places(layer, gates)
-    return check_supported(x.reshape(1, -1), *known, gates.kernel_decay()) is None
+    return check_supported(x.reshape(1, -1), *known, kernel_decay(layer, gates), layer.scales) is None
 
 
 @token_op
@@ -69,6 +93,7 @@ def delta_layer(
     gates: Gates,
     options: Options,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
 ) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"], Float[Array, "1 C W1"], Float[Array, "1 HV K V"]]:
     """The stream s = x + y, and the layer's output for its norm, a token after others.
 
@@ -78,19 +103,21 @@ def delta_layer(
       x: residual stream, for which `takes` is true.
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       layer, gates, options: the layer.
-      ahead: as for `row_product.stream_product`.
+      ahead: arrays that the next kernels read first, see `pallas_kernels.device.ahead`.
+      words: those of the kernels before this one, see `parts.products.words_after`; None: words of its own.
 
     Returns:
-      s in x's dtype; the output in parts, one for each value head, in the weight's dtype; the states of the
+      s in x's dtype; the output in parts, one for each value head, in the weight's dtype, of codes in the narrow
+      projections'; the states of the
       convolution and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and
       each part is.
     """
     from pallas_kernels.token import delta_layer as kernels
 
-    rule = kernels.Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:])
+    rule = kernels.Rule(kernel_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
     arrays = layer.norm, layer.inputs, layer.convolution, layer.state, layer.output_norm, layer.output
-    known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias)
-    known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead))
+    known: dict[str, Any] = dict(A_log=layer.A_log, dt_bias=layer.dt_bias, scales=layer.scales)
+    known |= dict(eps=options.eps, places=_places(layer, gates), rule=rule, ahead=tuple(ahead), words=words)
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     s, out, conv, state = kernels.delta_layer(x.reshape(1, -1), parts, *arrays, **known)
     return s.reshape(x.shape), out[:, None], conv, state

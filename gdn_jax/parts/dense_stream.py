@@ -1,6 +1,7 @@
 """The second half of a layer with a SwiGLU for one row, from the residual stream on, in one kernel."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -34,20 +35,13 @@ def dense_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
 ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
     """The stream s = x + y, and the SwiGLU of its norm v = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
         z = (silu(v A^T) * (v B^T)) W,   [A; B] = gate_up,   W = down
 
-    Args:
-      x: residual stream, for which, with the weights, `takes` is true.
-      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
-      norm: weight of the norm, float32.
-      gate_up: rows of both branches, one branch after the other.
-      down: rows of the projection down.
-      scales: of the blocks of 128 x 128 of A, B and W, where these are codes of E4M3; else None.
-      eps: of the norm.
-      ahead: as for `row_product.stream_product`.
+    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.
@@ -56,5 +50,5 @@ def dense_stream(
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     arrays = x.reshape(1, -1), parts, norm, gate_up, down, scales
-    s, z = kernels.dense_stream(*arrays, eps=eps, ahead=tuple(ahead))
+    s, z = kernels.dense_stream(*arrays, eps=eps, ahead=tuple(ahead), words=words)
     return s.reshape(x.shape), z.reshape(x.shape)

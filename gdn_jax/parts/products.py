@@ -256,12 +256,16 @@ class Prepared(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """A result of a product in 8 bits that is added to the residual stream."""
+    """An array that is added to the residual stream, and what comes beside it."""
 
     value: Float[Array, "*S D"]
-    cotangent: Operand
-    """Zeros that nothing reads and XLA does not make. Their cotangent is the operand that the backward pass makes of
-    the cotangent of `value`: the norm after the sum gives it here, already in 8 bits, and then none for `value`."""
+    cotangent: Operand | None = None
+    """Zeros that nothing reads and XLA does not make, of a product in 8 bits. Their cotangent is the operand that the
+    backward pass makes of the cotangent of `value`: the norm after the sum gives it here, already in 8 bits, and then
+    none for `value`."""
+    words: Any = None
+    """The words that the barriers of kernels of one row change, which the next such kernel takes: so XLA knows their
+    order."""
 
     @classmethod
     def of(cls, value: Float[Array, "*S D"], policy: Float8) -> "Addend":
@@ -269,6 +273,23 @@ class Addend(NamedTuple):
         D = value.shape[-1]
         rows = jnp.zeros((value.size // D, D), policy.cotangents)
         return cls(value, Operand(rows, rows.T, jnp.float32(0), jnp.float32(0)))
+
+
+def words_after(y: Any) -> Any:
+    """The words of the kernels before the next one, by what is added to the stream; new ones where there are none."""
+    from pallas_kernels.device.grid_barrier import new_words
+
+    return new_words() if (words := words_of(y)) is None else words
+
+
+def words_of(y: Any) -> Any:
+    """The words that come with what is added to the stream; None: there are none."""
+    return y.words if isinstance(y, Addend) else None
+
+
+def with_words(value: Float[Array, "*P D"], words: Any) -> "Float[Array, '*P D'] | Addend":
+    """An array that is added to the stream next, with words for the next kernel; None: there are none."""
+    return value if words is None else Addend(value, words=words)
 
 
 def array_of(x: Any) -> Any:
@@ -281,11 +302,13 @@ def cotangent_operand(policy: Float8, cotangent: Addend) -> Operand:
 
     Each may be a `SymbolicZero`: readers that do not know of `Addend.cotangent` give that of `value`.
     """
-    dy, (rows, _, saturated, scale) = cotangent
+    dy, of_rows, _ = cotangent
+    assert of_rows is not None
+    rows, _, saturated, scale = of_rows
     if isinstance(rows, SymbolicZero):
         return operand(_tokens(dy), policy.cotangents, True)
     if isinstance(dy, SymbolicZero):
-        return cotangent.cotangent
+        return of_rows
     both = _tokens(dy).astype(jnp.float32) + rows.astype(jnp.float32) / scale
     made = operand(both.astype(dy.dtype), policy.cotangents, True)
     return made._replace(saturated=made.saturated + saturated)

@@ -1,6 +1,7 @@
 """Which experts a token gets, and with which weights: the largest of a softmax, or of sigmoids in groups."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,23 +146,14 @@ def routed_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
 ) -> tuple[Float[Array, "*S D"], Float[Array, "P 1 D"]]:
     """The stream s = x + y, and the experts of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
     `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added,
     times the sigmoid of the last score where the router has a row more than there are experts.
 
-    Args:
-      x: residual stream, for which, with the experts, `takes` is true.
-      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
-      norm: weight of the norm, float32.
-      router: a row for each expert, and one for the gate of the shared expert, if it has one.
-      bias: as for `choose`.
-      gate_up, down: as for `parts.experts.mixture`.
-      shared: an expert that every token has.
-      choice: as for `choose`.
-      eps: of the norm.
-      ahead: as for `parts.row_product.stream_product`.
+    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.
@@ -170,5 +162,5 @@ def routed_stream(
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     arrays = x.reshape(1, -1), parts, norm, router, bias, gate_up, down, tuple(shared)
-    s, z = kernels.routed_stream(*arrays, choice=choice, eps=eps, ahead=tuple(ahead))
+    s, z = kernels.routed_stream(*arrays, choice=choice, eps=eps, ahead=tuple(ahead), words=words)
     return s.reshape(x.shape), z[:, None]

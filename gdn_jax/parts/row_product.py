@@ -1,4 +1,4 @@
-"""The norm of the residual stream, and the sum before it, with a product of one row in the same kernel."""
+"""Products of one row whose kernel makes the row: the norm of the residual stream, or the gated norm of heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,16 +41,7 @@ def stream_product(
 ) -> tuple[Float[Array, "*S C"], Float[Array, "*S F"]]:
     """The stream s = x + y, and n weight^T of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
-    Args:
-      x: residual stream, for which `takes` is true.
-      y: what is added to it, or parts of that, [P, .., D]; None: nothing.
-      norm: weight of the norm, float32.
-      weight: the matrix.
-      scales: for every column of each block of 128 rows, where the matrix is codes of E4M3; else None.
-      eps: of the norm.
-      dtype: of the product.
-      first: without y, the channel of x with which the stream begins; it is as wide as the norm.
-      ahead: arrays that the next kernels read first: this one brings them near, see `pallas_kernels.device.ahead`.
+    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and the product. Numerics: float32; n is not rounded.
@@ -62,3 +53,46 @@ def stream_product(
     s, product = kernels.stream_product(row, parts, norm, weight, scales, **static)
     leading = x.shape[:-1]
     return s.reshape(*leading, -1), product.reshape(*leading, -1)
+
+
+def takes_heads(
+    o: Float[Array, "H V"],
+    channels: int,
+    weight: Float[Array, "F D"],
+    implementation: str | None,
+    scales: Float[Array, "M D"] | None = None,
+) -> bool:
+    """Whether `heads_product` takes heads, a number of channels that end in their gates, and a matrix."""
+    from pallas_kernels.layer import row_product as kernels
+
+    if not usable(implementation, kernels) or not is_whole(o, weight):
+        return False
+    return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight, scales)) is None
+
+
+@token_op
+def heads_product(
+    o: Float[Array, "H V"],
+    channels: Float[Array, " C"],
+    norm: Float[Array, " V"],
+    weight: Float[Array, "F D"],
+    scales: Float[Array, "M D"] | None = None,
+    *,
+    eps: float,
+    activation: str,
+    ahead: Sequence[jax.Array] = (),
+) -> Float[Array, "1 F"]:
+    """The gated norm of a token's heads, side by side, times weight^T, in one kernel.
+
+        v = o (mean(o^2) + eps)^(-1/2) norm f(z),   z the last H V channels
+
+    Args: those of the kernel's function, for which `takes_heads` is true; the last channels are the gates.
+
+    Returns:
+      [1, F] in the matrix' dtype, of codes in that of channels. Numerics: float32; v is not rounded.
+    """
+    from pallas_kernels.layer import row_product as kernels
+
+    dtype = weight.dtype if scales is None else channels.dtype
+    static: Any = dict(eps=eps, activation=activation, dtype=dtype, ahead=tuple(ahead))
+    return kernels.heads_product(o, channels.reshape(-1, o.shape[1]), norm, weight, scales, **static)

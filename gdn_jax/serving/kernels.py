@@ -7,7 +7,7 @@ that write where others read: the kernels of a token read and write at once.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,54 @@ from gdn_jax.serving.tokens import Raw
 from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype
 
 
-def step(call: Call, x: Raw) -> Callable[..., tuple[Array, Array]]:
-    """The kernel of tokens [B, T, ...] on states, as arrays of channels, with their gates."""
+class Packed(NamedTuple):
+    """Tokens whose heads lie side by side in arrays of channels [N, T, ..], some of which may be one array."""
+
+    q: Array
+    k: Array
+    v: Array
+    a: Array
+    b: Array
+    w: Array | None
+    A_log: Any
+    dt_bias: Array
+    """[HO], or with a decay of each channel [HO, K]."""
+    heads: tuple[int, int, int]
+    """Hq, Hk and HV."""
+    first: Any
+    """Where the heads of each begin, a `Channels` of `pallas_kernels.decode.step`."""
+    erase_key: Array | None = None
+    erase_strength: Array | None = None
+
+
+def packed(x: Raw) -> Packed:
+    """Tokens [B, T, ...] as arrays of channels."""
+    from pallas_kernels.decode.step import Channels
+
+    (Hq, Hk, HV), K = (y.shape[-2] for y in x[:3]), x.k.shape[-1]
+    of_heads, first = [y.reshape(*y.shape[:2], -1) for y in x[:3]], Channels()
+    if x.qkv is not None:
+        of_heads, first = [x.qkv] * 3, Channels(k=Hq * K, v=(Hq + Hk) * K)
+    q, k, v = of_heads
+    a, b, w, A_log, dt_bias = _gates(x)
+    return Packed(q, k, v, a, b, w, A_log, dt_bias, (Hq, Hk, HV), first, x.erase_key, x.erase_strength)
+
+
+def step(call: Call, x: Packed) -> Callable[..., tuple[Array, Array]]:
+    """The kernel of tokens on states, with the tokens and their gates."""
     from pallas_kernels.decode.apart_step import apart_step
     from pallas_kernels.decode.channel_step import channel_step
     from pallas_kernels.decode.erasure_step import erasure_step
     from pallas_kernels.decode.step import step_of_channels
 
-    a, b, w, A_log, dt_bias = _gates(x)
-    gates: dict[str, Any] = dict(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
-    if not x.by_channels:
-        return partial(step_of_channels, **gates)
-    gates |= dict(lower_bound=call.lower_bound, bound=call.bound)
-    if x.erase_key is not None:
-        return partial(erasure_step, erase_key=x.erase_key, w=x.erase_strength, **gates)
-    return partial(channel_step, **gates) if w is None else partial(apart_step, w=w, **gates)
+    options: dict[str, Any] = x._asdict()
+    erase_key, erase_strength, w = (options.pop(name) for name in ("erase_key", "erase_strength", "w"))
+    if x.dt_bias.ndim == 1:
+        return partial(step_of_channels, **options)
+    options |= dict(lower_bound=call.lower_bound, bound=call.bound)
+    if erase_key is not None:
+        return partial(erasure_step, erase_key=erase_key, w=erase_strength, **options)
+    return partial(channel_step, **options) if w is None else partial(apart_step, w=w, **options)
 
 
 def ring_tokens(x: Raw) -> Any:

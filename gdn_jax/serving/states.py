@@ -46,16 +46,11 @@ class StateKernels(StatePool):
 
     def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
         """`serving.decode` of tokens [B, ...]."""
-        from pallas_kernels.decode.step import Channels
+        return self.decode_packed(call, kernels.packed(raw.with_token_axis()), at)
 
-        (Hq, Hk, HV), K = (x.shape[-2] for x in raw[:3]), raw.k.shape[-1]
-        x, first = raw.with_token_axis(), Channels()
-        q, k, v = (y.reshape(*y.shape[:2], -1) for y in x[:3])
-        if x.qkv is not None:
-            q, k, v, first = x.qkv, x.qkv, x.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
-        options: dict[str, Any] = {"heads": (Hq, Hk, HV), "first": first} | kernels.options(call, self)
-        options |= {"q": q, "k": k, "v": v}
-        kernel = kernels.step(call, x)
+    def decode_packed(self, call: Call, tokens: kernels.Packed, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+        """`decode` of tokens that lie in arrays of channels."""
+        kernel, options = kernels.step(call, tokens), kernels.options(call, self)
 
         def run(pool: Pool, read: Array | None, write: Array | None, layer: Any) -> tuple[Array, Any]:
             write = write if write is None else write[:, None]
@@ -70,10 +65,8 @@ class StateKernels(StatePool):
         start, after = self.span(spans)
         at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
         at |= {"num_tokens": kernels.int32_or_none(spans.num_tokens), "parents": kernels.parents(raw, spans)}
-        at |= {"heads": tuple(x.shape[-2] for x in raw[:3]), "layer": spans.layer}
-        at |= kernels.options(call, self)
-        q, k, v = (x.reshape(*x.shape[:2], -1) for x in raw[:3])
-        o, arrays = kernels.step(call, raw)(q=q, k=k, v=v, pool=self.arrays, **at)
+        at |= {"layer": spans.layer} | kernels.options(call, self)
+        o, arrays = kernels.step(call, kernels.packed(raw))(pool=self.arrays, **at)
         return o, self.holding(arrays)
 
     def takes(self, call: Any, tokens: RuleArrays) -> bool:

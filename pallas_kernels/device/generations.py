@@ -29,6 +29,14 @@ def commit() -> None:
         _wait_for_warpgroup()
 
 
+def meet(barrier: Any) -> None:
+    """Waits for all warpgroups of the CTA, which arrive at a barrier; what they have stored to shared memory is known
+    then, as after `commit`."""
+    commit()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 @plgpu.inline_mgpu(arg_types=())
 def _wait_for_warpgroup(ctx):
     utils.warpgroup_barrier()

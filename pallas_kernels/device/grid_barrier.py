@@ -7,43 +7,44 @@ All CTAs add to one word in global memory, 2^31 together, so that its last bit c
 who waits reads that bit. A few numbers may be published, which is faster than a barrier: each takes the place of
 `UNKNOWN` in a word of its own, and who needs them reads until none is left.
 
-The words are again what they were when a kernel has ended, and no other kernel has to set them. So they are a
-constant of a program: a kernel changes it and puts it back. Nobody else may read that constant, so it has contents
-that nobody else would ask for: XLA keeps one copy of constants that are equal, and takes two kernels that are given
-it for readers, which may run at once. So each call has a constant of its own, with a number that no other call has.
-A call makes it outside the function that is compiled, which all calls share (`launch.compiled`).
+A kernel leaves the words as they were, so the next one takes the same and nobody sets them again. They are a
+reference (`new_words`), which kernels change in place, and XLA sees that they do: it runs kernels with the same words
+one after another, and gives calls that share none, those of a compiled function that is called twice among them, an
+array each. (Words that were a constant of a program, which kernels read as far as XLA knew, were one array to XLA
+wherever they were equal, and their readers could run at once.)
 
 What it needs: all CTAs must be on the device at once, so there are at most as many as multiprocessors (`most_ctas`).
-More of them would wait for each other for ever. So would two such kernels, each of which has a part of its CTAs on
-the device and no room for the others. Nothing but measurement says that kernels of one program do not meet so: two
-independent chains of twelve ran 32,550 times on an H100 (2026-11-26), in graphs of either scheduling mode and without
-graphs, with the same bits. Behind the
-barrier plain loads see what other CTAs have stored before it. A bulk copy would need a fence of its own: such copies
-are of what no stage writes.
+More of them would wait for each other for ever. So would two kernels with words of their own, each of which has a
+part of its CTAs on the device and no room for the others. Nothing but measurement says that kernels of one program do
+not meet so: two independent chains of twelve ran 32,550 times on an H100 (2026-11-26), in graphs of either scheduling
+mode and without graphs, with the same bits. Behind the barrier plain loads see what other CTAs have stored before it.
+A bulk copy would need a fence of its own: such copies are of what no stage writes.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.launch import NUM_SMS, default_device, grid_index, launch
 from pallas_kernels.device.memory import Barriers, Memory
 
-NAME = b"grid barrier of gdn-jax"
-"""Contents of the barrier's cache line behind its word."""
-
 LINE = 32
-"""Words of a cache line. Published numbers lie behind the first one."""
+"""Words of a cache line."""
+
+PUBLISHED = 544
+"""Numbers that the CTAs of a kernel publish, at most. They lie behind the first line."""
+
+HEADS = 1 + PUBLISHED // LINE
+"""The first of as many lines as there are multiprocessors, for kernels with a barrier for some of their CTAs each."""
 
 UNKNOWN = 0x7FC0D0D0
 """A number that has not been published: a NaN that no operation gives."""
@@ -60,25 +61,16 @@ def most_ctas() -> int:
     return min([NUM_SMS, *(getattr(gpu, "core_count", None) or 0 for gpu in gpus)])
 
 
-_calls = itertools.count(1)
+def new_words() -> Any:
+    """A reference to words [lines, LINE] for kernels that run one after another."""
+    return jax.new_ref(_words())
 
 
-def barriers(count: int = 1, own: int = 1) -> np.ndarray:
-    """A cache line of words for each of some barriers, with contents that no other call has.
-
-    Args:
-      count: barriers of the call.
-      own: the first words of a line, 0, which the kernel changes.
-    """
-    words = np.zeros((count, LINE), np.int32)
-    words[:, own:-1] = np.frombuffer(NAME.ljust(4 * (LINE - 1 - own)), np.int32)
-    words[:, -1] = next(_calls) % 2**31
-    return words
-
-
-def constant(published: int = 0) -> jax.Array:
-    """The words of a call's barrier, and those of so many numbers that its CTAs publish."""
-    return jnp.asarray(np.concatenate([barriers()[0], np.full(published, UNKNOWN, np.int32)]))
+@jax.jit
+def _words() -> jax.Array:
+    lines = jnp.arange(HEADS + NUM_SMS)
+    words = jnp.where((lines > 0) & (lines < HEADS), jnp.int32(UNKNOWN), jnp.int32(0))
+    return jnp.broadcast_to(words[:, None], (len(lines), LINE))
 
 
 class GridBarrier:
@@ -88,7 +80,7 @@ class GridBarrier:
         """Takes the words in global memory.
 
         Args:
-          words: an array of `constant`, or what lies behind one of its words.
+          words: those of `new_words`, or one of their lines.
           ctas: how many CTAs meet.
           number: of this CTA among them; None for its place in the grid.
         """
@@ -138,9 +130,7 @@ class InTurn:
 
     def arrive(self) -> None:
         """A barrier of the CTA."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.meeting)
-        plgpu.barrier_wait(self.meeting)
+        generations.meet(self.meeting)
 
     def wait(self) -> None:
         """See `arrive`."""
@@ -162,7 +152,7 @@ def launch_stages(
     ctas: int,
     warpgroups: int,
     published: int = 0,
-    words: jax.Array | None = None,
+    words: Any = None,
     interpret: Any = None,
     **options: Any,
 ) -> dict[str, jax.Array]:
@@ -181,7 +171,7 @@ def launch_stages(
       warpgroups: warpgroups of a CTA.
       published: how many numbers CTAs publish, which others read as gmem.seen_words: from the word `LINE` on, or, by
         the interpreter, from its first one.
-      words: `constant(published)` of this call alone; not read by the interpreter.
+      words: of `new_words`, for the kernels before this one, too; None: new ones. Not read by the interpreter.
       options: others of `launch`.
 
     Returns:
@@ -196,9 +186,9 @@ def launch_stages(
             gmem.seen_words = gmem.words
             body(gmem, smem, GridBarrier(gmem.words, ctas))
 
-        assert words is not None
-        inputs = {**inputs, "words": words}
-        return launch(name, run, inputs=inputs, outputs={**outputs, **between}, memory=memory, **options)
+        assert published <= PUBLISHED
+        kept, outputs = {"words": new_words() if words is None else words}, {**outputs, **between}
+        return launch(name, run, inputs=inputs, outputs=outputs, kept=kept, memory=memory, **options)
 
     def run_in_turn(gmem, smem):
         body(gmem, smem, InTurn(gmem.words, smem.meeting))

@@ -60,13 +60,14 @@ def launch(
     auto_barriers: bool = True,
     reduction_bytes: int | None = None,
     updated: Mapping[str, jax.Array | None] | None = None,
+    kept: Mapping[str, Any] | None = None,
     ahead: Sequence[jax.Array] = (),
     interpret: Any = None,
 ) -> dict[str, jax.Array]:
     """Runs body(gmem, smem) in every warpgroup of every CTA.
 
-    gmem has a reference for each input, output and updated array, smem one for each buffer and barrier, all by name.
-    The reference to what is None is None. No two have one name.
+    gmem has a reference for each input, output, updated and kept array, smem one for each buffer and barrier, by
+    name. The reference to what is None is None. No two have one name.
 
     Args:
       name: what a profile calls the kernel.
@@ -81,6 +82,7 @@ def launch(
       reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
       updated: arrays of which the kernel writes parts. XLA lets it write into the array itself where nothing else
         reads that, and else into a copy.
+      kept: references, of `jax.new_ref`, that the kernel changes for whoever holds them.
       ahead: what the kernel brings to the L2 cache, of `ahead.rows_of`; the list gmem.ahead has their references.
       interpret: parameters of Pallas' interpreter, None to compile.
 
@@ -89,7 +91,7 @@ def launch(
       mesh axes that any of the inputs varies over; Pallas forgets these.
     """
     first_call.prepare()
-    updated, later = updated or {}, [f"ahead {n}" for n in range(len(ahead))]
+    updated, kept, later = updated or {}, kept or {}, [f"ahead {n}" for n in range(len(ahead))]
     inputs = {**inputs, **dict(zip(later, ahead, strict=True))}
     given, results, changed = (
         {key: x for key, x in part.items() if x is not None} for part in (inputs, outputs, updated)
@@ -97,7 +99,7 @@ def launch(
     scratch = {key: part for key, part in memory.items() if part is not None}
 
     def run(*refs):
-        names = *given, *changed, *results
+        names = *given, *changed, *kept, *results
         global_refs, shared_refs = refs[: len(names)], refs[len(names) :]
         gmem = dict.fromkeys((*inputs, *updated, *outputs)) | dict(zip(names, global_refs, strict=True))
         smem = dict.fromkeys(memory) | dict(zip(scratch, shared_refs, strict=True))
@@ -113,7 +115,7 @@ def launch(
         {} if reduction_bytes is None else dict(reduction_scratch_bytes=reduction_bytes)
     )
     references = {key: jax.new_ref(x) for key, x in changed.items()}
-    args: tuple[Any, ...] = (*given.values(), *references.values())
+    args: tuple[Any, ...] = (*given.values(), *references.values(), *kept.values())
     outs: tuple[Any, ...] = tuple(results.values())
     kernel = plgpu.kernel(
         run,

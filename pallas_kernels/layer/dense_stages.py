@@ -19,20 +19,14 @@ from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK, Whole
+from pallas_kernels.layer.dense_weights import BLOCK, WIDEST, Whole
 from pallas_kernels.layer.tile_ring import Slots
-
-ROWS = WARPS
-"""Rows of a tile of the branches: a warp has one."""
 
 SLICE = WARP * WARPS
 """Numbers of h of a CTA are kept in multiples of it: a thread has as many of them as there are multiples."""
 
-LONGEST = 2 * SLICE - ROWS
+LONGEST = 2 * SLICE - 2 * WARPS
 """Numbers of h of a CTA at most."""
-
-WIDEST = 256
-"""Numbers of a piece of a row: as many as a bulk copy takes of a dimension, and eight for each thread of a warp."""
 
 LINE = 128
 """Numbers of the stream that a warp adds up, four for each thread."""
@@ -73,23 +67,27 @@ class Sizes(NamedTuple):
     F: int
     warpgroups: int
     slices: int
-    unit: int = 1
-    """A CTA's numbers of h are a multiple of it."""
+    weights: Whole = Whole()
 
     @property
     def own(self) -> int:
         """Numbers of h of a CTA."""
-        return round_up(pl.cdiv(self.F, self.slices), self.unit)
+        return round_up(pl.cdiv(self.F, self.slices), self.weights.unit)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile: as many in every warp."""
+        return self.weights.rows(self.F, self.own)
 
     @property
     def room(self) -> int:
         """Numbers of h that a CTA has room for."""
-        return round_up(self.own + ROWS, SLICE)
+        return round_up(self.own + self.rows, SLICE)
 
     @property
     def groups(self) -> int:
         """Tiles one below the other of a CTA's slice of a matrix."""
-        return pl.cdiv(self.own, ROWS)
+        return pl.cdiv(self.own, self.rows)
 
     @property
     def chunks(self) -> int:
@@ -130,14 +128,14 @@ class Slice:
     """The part of the inner width of a CTA."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.own, self.start = sizes.own, grid_index() * sizes.own
+        self.own, self.rows, self.start = sizes.own, sizes.rows, grid_index() * sizes.own
         self.first = jnp.minimum(self.start, sizes.F - self.own)
         """The last slice begins earlier; its first numbers of h, which the slice before has too, are 0."""
         self.is_some = (self.start < sizes.F) & (grid_index() < sizes.slices)
 
     def row(self, group: Any) -> Any:
         """First row of the CTA's group-th tile; the last one begins earlier, too."""
-        return self.first + jnp.minimum(group * ROWS, self.own - ROWS)
+        return self.first + jnp.minimum(group * self.rows, self.own - self.rows)
 
 
 class Row:
@@ -172,7 +170,8 @@ class Row:
         then()
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
         store_any(smem.squares.at[own], r.row_sum(s * s))
-        self.weights.keep(self.dev, smem, asked, part, s, w)
+        self.dev.store_flat(smem.v.at[pl.ds(part * s.size, s.size)], s * w)
+        self.weights.keep(smem, asked, own)
         if gmem.s is not None:
             pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
 
@@ -192,17 +191,9 @@ def _over_threads() -> Any:
 class Tiles:
     """A warpgroup's tiles of the rows of A, B and W of the CTA's slice, in this order, and what is made of them."""
 
-    piece = WIDEST
-
-    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, wg: Any, own: Slice, weights: Whole) -> None:
-        self.gmem, self.smem, self.sizes, self.own, self.wg, self.weights = (
-            gmem,
-            smem,
-            sizes,
-            own,
-            wg,
-            weights,
-        )
+    def __init__(self, gmem: Any, smem: Any, sizes: Sizes, wg: Any, own: Slice, dev: Device) -> None:
+        self.gmem, self.smem, self.sizes, self.own, self.wg, self.dev = gmem, smem, sizes, own, wg, dev
+        self.weights = sizes.weights
         self.ring = Slots(smem.tiles, smem.full, wg, sizes.warpgroups, self._copy)
         self.chunk = lax.rem(wg, jnp.int32(sizes.chunks))
         self.turn, self.end = (jnp.where(own.is_some, self.ring.before(n * sizes.tiles), 0) for n in (2, 3))
@@ -219,19 +210,17 @@ class Tiles:
         row, columns = self.own.row(group), pl.ds(self.chunk * self.sizes.pieces, self.sizes.pieces)
 
         def start(source: Any, row: Any) -> None:
-            generations.copy(source.at[pl.ds(row, ROWS), columns], slot, barrier)
+            generations.copy(source.at[pl.ds(row, self.sizes.rows), columns], slot, barrier)
 
         pl.when(matrix < 2)(lambda: start(self.gmem.gate_up, matrix * self.sizes.F + row))
         pl.when(matrix == 2)(lambda: start(self.gmem.down, row))
 
-    def of_blocks(self, matrix: int) -> tuple[Any, Any]:
-        """The first of this warpgroup's tiles of a matrix, and the first in the second block of rows."""
-        first, sizes = self.own.first, self.sizes
-        edge = (lax.div(first, jnp.int32(BLOCK)) + 1) * BLOCK
-        groups = jnp.minimum(lax.div(edge - first, jnp.int32(ROWS)), sizes.groups)
-        begins = (self.ring.before((matrix * sizes.groups + n) * sizes.chunks) for n in (0, groups))
-        begin, middle = (jnp.where(self.own.is_some, n, 0) for n in begins)
-        return begin, middle
+    def _scales(self, matrix: Any, group: Any, p: int) -> Any:
+        """A reference to the scales of a tile's p-th piece."""
+        edge = (lax.div(self.own.first, jnp.int32(BLOCK)) + 1) * BLOCK
+        of_rows = 2 * matrix + (self.own.row(group) >= edge).astype(jnp.int32)
+        first, count = self.chunk * self.sizes.pieces + p, WIDEST // BLOCK
+        return self.smem.scales.at[of_rows, pl.ds(first * count, count)]
 
     def begin(self) -> None:
         """Starts the first copies."""
@@ -239,31 +228,23 @@ class Tiles:
 
     def multiply_branches(self) -> None:
         """Products of A and B and the row, of each chunk by itself."""
-        ring, smem, layout, pieces = (
-            self.ring,
-            self.smem,
-            lane_layout(WARP, WIDEST // WARP),
-            self.sizes.pieces,
-        )
+        ring, smem, pieces, rows = self.ring, self.smem, self.sizes.pieces, self.sizes.rows
         first = self.chunk * pieces
 
         def multiply(row: list[jax.Array], n: Any, _: None) -> None:
             matrix, group = self._place(n)
-            tile, total = ring.wait(n), None
-            for p, v in enumerate(row):
-                x = load(tile.at[:, p], layout)
-                v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1]), layout)
-                part = x.astype(jnp.float32) * v
-                total = part if total is None else total + part
-            ring.follow(n, self.end)
-            assert total is not None
-            sums = jnp.sum(total, axis=1)
-            store_any(smem.parts.at[matrix, self.chunk, pl.ds(group * ROWS, ROWS)], sums)
 
-        for v, begin, end in self.weights.branches(smem, self):
-            places = [pl.ds((first + p) * WIDEST, WIDEST) for p in range(pieces)]
-            row = [load(v.at[place], layout.reduce(0)) for place in places]
-            lax.fori_loop(begin, end, functools.partial(multiply, row), None)
+            def scales(i: int, layout: Any) -> jax.Array:
+                return load(self._scales(matrix, group, i), layout)
+
+            products = self.weights.products(self.dev, ring.wait(n), row, scales)
+            ring.follow(n, self.end)
+            sums = self.weights.sums(products)
+            store_any(smem.parts.at[matrix, self.chunk, pl.ds(group * rows, rows)], sums)
+
+        places = [pl.ds((first + p) * WIDEST, WIDEST) for p in range(pieces)]
+        row = self.weights.row(self.dev, [smem.v.at[place] for place in places])
+        lax.fori_loop(0, self.turn, functools.partial(multiply, row), None)
 
     def make_h(self, scale: jax.Array) -> None:
         """Writes the CTA's numbers of h to shared memory, for each warpgroup by itself.
@@ -280,11 +261,11 @@ class Tiles:
             for b in range(2)
         )
         h = gate / (1.0 + jnp.exp(-gate)) * up
-        at, rest = plgpu.broadcasted_iota(jnp.int32, (room,), 0, layout=layout), own.own % ROWS
+        at, rest = plgpu.broadcasted_iota(jnp.int32, (room,), 0, layout=layout), own.own % own.rows
         if rest:  # the last tile begins with rows that the one before has too
-            last = (sizes.groups - 1) * ROWS
-            h = jnp.where((at >= last) & (at < last + ROWS - rest), 0.0, h)
-            at = jnp.where(at >= last, at - (ROWS - rest), at)
+            last = (sizes.groups - 1) * own.rows
+            h = jnp.where((at >= last) & (at < last + own.rows - rest), 0.0, h)
+            at = jnp.where(at >= last, at - (own.rows - rest), at)
         if sizes.F % own.own:  # and so does the last slice
             h = jnp.where(at < own.start - own.first, 0.0, h)
         store_any(smem.h.at[self.wg], h)
@@ -292,25 +273,28 @@ class Tiles:
 
     def multiply_down(self) -> None:
         """Products of h and the warpgroup's rows of W, added up in shared memory."""
-        ring, layout, shape = self.ring, _over_threads(), (ROWS, WIDEST)
+        ring, layout, rows = self.ring, _over_threads(), self.sizes.rows
+        at = plgpu.broadcasted_iota(jnp.int32, (1, WIDEST), 1, layout=layout)
+
+        def scale(group: Any, p: int) -> jax.Array:
+            low, high = (self._scales(2, group, p)[n] for n in range(2))
+            return jnp.where(at < BLOCK, low, high)
 
         def multiply(n: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             _, group = self._place(n)
-            h = load(self.smem.h.at[self.wg, pl.ds(group * ROWS, ROWS)], layout.reduce(1))
+            h = load(self.smem.h.at[self.wg, pl.ds(group * rows, rows)], layout.reduce(1))
             tile, made = ring.wait(n), []
-            h = plgpu.layout_cast(lax.broadcast_in_dim(h, shape, [0]), layout)
+            h = plgpu.layout_cast(lax.broadcast_in_dim(h, (rows, WIDEST), [0]), layout)
             for p, total in enumerate(totals):
                 products = load(tile.at[:, p], layout).astype(jnp.float32) * h
-                made.append(functools.reduce(jnp.add, [products[i : i + 1] for i in range(ROWS)], total))
+                parts = [products[i : i + 1] for i in range(rows)]
+                made.append(self.weights.add(total, parts, functools.partial(scale, group, p)))
             ring.follow(n, self.end)
             return tuple(made)
 
         zeros = plgpu.layout_cast(jnp.zeros((1, WIDEST), jnp.float32), layout)
-
-        def totals(begin: Any, end: Any) -> tuple[jax.Array, ...]:
-            return lax.fori_loop(begin, end, multiply, (zeros,) * self.sizes.pieces)
-
-        for p, total in enumerate(self.weights.down(self.smem, self, layout, totals)):
+        totals = lax.fori_loop(self.turn, self.end, multiply, (zeros,) * self.sizes.pieces)
+        for p, total in enumerate(totals):
             store_any(self.smem.z.at[self.wg, pl.ds(p, 1)], total)
 
     def write_part(self) -> None:

@@ -35,12 +35,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import constant, launch_stages
+from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, grid_index, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes
@@ -51,7 +50,6 @@ from pallas_kernels.layer.dense_stages import (
     LINE,
     LONGEST,
     PIECES,
-    ROWS,
     WIDEST,
     Config,
     Row,
@@ -88,14 +86,14 @@ def check_supported(
     if ctas < warps:
         return f"{ctas} multiprocessors; the kernel takes {warps} or more"
     unit, most = WARPS * LINE, COLUMNS[-1] * ctas
-    sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
+    sizes = Sizes(D, F, config.warpgroups, config.slices, weights)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
     if not generations.has_bulk_copies() and (sizes.chunks > 1 or down.dtype.itemsize < 2):
         taken = f"up to {PIECES * WIDEST} numbers of 16 bits"
         return f"rows of {D} in {down.dtype}; below compute capability 9.0 the kernel takes {taken}"
-    if not ROWS <= sizes.own <= LONGEST:
-        of = f"{config.slices * (ROWS - 1) + 1} to {config.slices * LONGEST}"
+    if not sizes.rows <= sizes.own <= LONGEST:
+        of = f"{config.slices * (sizes.rows - 1) + 1} to {config.slices * LONGEST}"
         return f"an inner width of {F}; the kernel takes {of} on {ctas} multiprocessors"
     if reason := weights.reason(F, sizes.own):
         return reason
@@ -107,7 +105,7 @@ def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
     n, columns, weights = config.warpgroups, sizes.columns(config.ctas), of_dtype(dtype)
     assert weights is not None
     return {
-        "tiles": Buffer((config.slots * n, ROWS, sizes.pieces, WIDEST), dtype),
+        "tiles": Buffer((config.slots * n, sizes.rows, sizes.pieces, WIDEST), dtype),
         **weights.memory(sizes.D),
         "squares": Buffer((sizes.D // LINE,)),
         "parts": Buffer((2, sizes.chunks, sizes.room)),
@@ -131,16 +129,11 @@ def _fitting(sizes: Sizes, config: Config, dtype: Any) -> Config:
 def _body(
     gmem: Any, smem: Any, barrier: Any, *, sizes: Sizes, config: Config, eps: float, interpreted: bool
 ) -> None:
-    wg, own, weights = warpgroup_index(), Slice(sizes), of_dtype(gmem.down.dtype)
-    assert weights is not None
+    wg, own, dev = warpgroup_index(), Slice(sizes), Device(interpreted)
 
-    def meet() -> None:
-        generations.commit()
-        plgpu.barrier_arrive(smem.made)
-        plgpu.barrier_wait(smem.made)
-
-    row = Row(gmem, smem, eps, wg, Device(interpreted), sizes.D, weights, own)
-    tiles = Tiles(gmem, smem, sizes, wg, own, weights)
+    meet = functools.partial(generations.meet, smem.made)
+    row = Row(gmem, smem, eps, wg, dev, sizes.D, sizes.weights, own)
+    tiles = Tiles(gmem, smem, sizes, wg, own, dev)
     row.make(tiles.begin, config.warpgroups)
     meet()
     tiles.multiply_branches()
@@ -166,6 +159,7 @@ def dense_stream(
     *,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "1 D"], Float[Array, "1 D"]]:
@@ -180,11 +174,11 @@ def dense_stream(
       scales: of the blocks of both branches and of W, where these are codes of E4M3, see `dense_weights`; else None.
       eps: of the norm.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      words: of the barrier, as for `grid_barrier.launch_stages`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     static = config or Config.default(), eps, interpret
-    words = constant() if interpret is None else None
     return compiled(_run, interpret, static=3)(
         *static, x, y, norm, gate_up, down, scales, rows_of(ahead), words
     )
@@ -194,7 +188,7 @@ def _run(config, eps, interpret, x, y, norm, gate_up, down, scales, ahead, words
     (F, D), like, f32 = down.shape, jax.ShapeDtypeStruct, jnp.float32
     weights = of_dtype(down.dtype)
     assert weights is not None
-    sizes = Sizes(D, F, config.warpgroups, config.slices, weights.unit)
+    sizes = Sizes(D, F, config.warpgroups, config.slices, weights)
     config = _fitting(sizes, config, down.dtype)
     by_warps, pieces = (D // LINE, LINE), (D // WIDEST, WIDEST)
     stream = x.reshape(by_warps)

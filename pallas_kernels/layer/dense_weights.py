@@ -1,24 +1,22 @@
-"""Weights of `layer.dense_stream`: numbers of 16 bits, or codes of 8 with a scale for each block of 128 x 128.
+"""Weights of one row's kernels: numbers of 16 bits, or codes of 8 with a scale for each block of 128 x 128.
 
     W[f, d] = codes[f, d] * scales[f // BLOCK, d // BLOCK]
 
-A kind of weights is an object with the same methods. Tiles of codes are multiplied as those of numbers are; a scale
-counts where it is cheap. Of the branches it is multiplied into the row, of which there is one version for every block
-of rows that a CTA's slice lies in. Of the projection down it is multiplied into the sums over such a block of rows. A
-slice lies in two blocks at most.
+A kind of weights is an object with the same methods. Tiles of codes are multiplied as those of numbers are. A tile's
+rows lie in one block of rows; a scale is multiplied into sums over some of a block's numbers, which a thread has.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
-from pallas_kernels.device.lanes import WARPS, load
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
@@ -26,9 +24,102 @@ from pallas_kernels.layer import rows as r
 BLOCK = 128
 """Rows, and columns, that share a scale."""
 
+WIDEST = 256
+"""Numbers of a piece of a row: as many as a bulk copy takes of a dimension, and eight for each thread of a warp."""
 
-class Whole:
-    """Numbers of 16 bits."""
+EACH = WIDEST // WARP
+"""Neighbouring numbers of a piece that a thread has."""
+
+
+class Numbers:
+    """Products of a row and tiles of numbers, whose rows lie over the warps."""
+
+    @functools.cached_property
+    def layout(self) -> Any:
+        """Layout of a tile's piece."""
+        return lane_layout(WARP, EACH)
+
+    @functools.cached_property
+    def of_rows(self) -> Any:
+        """Layout of one number of each of a tile's rows."""
+        return self.layout.reduce(1)
+
+    def row(self, dev: Device, pieces: Sequence[Any]) -> list[jax.Array]:
+        """A row of which shared memory has pieces."""
+        del dev
+        return [load(piece, self.layout.reduce(0)) for piece in pieces]
+
+    def products(
+        self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]
+    ) -> jax.Array:
+        """Sums over what a thread has of a tile [rows, pieces, WIDEST] in shared memory, times a row.
+
+        Args:
+          scales: scales(i, layout) loads the scales of the tile's i-th piece, one for each block.
+        """
+        del dev, scales
+        total = None
+        for i, v in enumerate(row):
+            x = load(tile.at[:, i], self.layout)
+            v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1]), self.layout)
+            part = x.astype(jnp.float32) * v
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def sums(self, products: jax.Array) -> jax.Array:
+        """Sums over the rows, [rows]."""
+        return jnp.sum(products, axis=1)
+
+
+class Codes(Numbers):
+    """The same of codes of E4M3."""
+
+    shape: ClassVar[tuple[int, ...]] = (WIDEST // BLOCK, BLOCK // EACH, EACH)
+    """A piece by blocks, threads and a thread's numbers."""
+
+    @functools.cached_property
+    def layout(self) -> Any:
+        tiling = plgpu.Tiling(((WARPS, *self.shape),))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+
+    @functools.cached_property
+    def of_rows(self) -> Any:
+        return self.layout.reduce((1, 2, 3))
+
+    def row(self, dev: Device, pieces: Sequence[Any]) -> list[jax.Array]:
+        return [self._load(dev, piece, self.layout.reduce(0)) for piece in pieces]
+
+    def _load(self, dev: Device, ref: Any, layout: Any) -> jax.Array:
+        """A piece, by blocks and threads. The interpreter knows no other view of a reference."""
+        shape = (*ref.shape[:-1], *self.shape)
+        return ref[...].reshape(shape) if dev.interpreted else load(ref.reshape(*shape), layout)
+
+    def products(
+        self, dev: Device, tile: Any, row: list[jax.Array], scales: Callable[[int, Any], jax.Array]
+    ) -> jax.Array:
+        total = None
+        for i, v in enumerate(row):
+            x = self._load(dev, tile.at[:, i], self.layout)
+            v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1, 2, 3]), self.layout)
+            part = jnp.sum(x.astype(jnp.float32) * v, axis=3)
+            scale = lax.broadcast_in_dim(scales(i, self.layout.reduce((0, 2, 3))), part.shape, [1])
+            part = part * plgpu.layout_cast(scale, self.layout.reduce(3))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def sums(self, products: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sum(products, axis=2), axis=1)
+
+
+class Whole(Numbers):
+    """Numbers of 16 bits, as `layer.dense_stream` has them."""
+
+    def rows(self, F: int, own: int) -> int:
+        """Rows of a tile, where CTAs have `own` numbers each of an inner width F."""
+        del F, own
+        return WARPS
 
     unit: ClassVar[int] = 1
     """The rows of a slice are a multiple of it."""
@@ -40,7 +131,7 @@ class Whole:
         return None
 
     def memory(self, D: int) -> Memory:
-        """The row in shared memory."""
+        """The row in shared memory, and scales."""
         return {"v": Buffer((D,))}
 
     def ask(self, gmem: Any, first: Any, lines: Any) -> Sequence[jax.Array]:
@@ -48,32 +139,23 @@ class Whole:
         del gmem, first, lines
         return ()
 
-    def keep(
-        self, dev: Device, smem: Any, asked: Sequence[jax.Array], part: Any, s: jax.Array, w: jax.Array
-    ) -> None:
-        """Writes s w to shared memory: lines [n, width] of the row, its part-th ones."""
-        del asked
-        dev.store_flat(smem.v.at[_flat(part, s)], s * w)
+    def keep(self, smem: Any, asked: Sequence[jax.Array], lines: Any) -> None:
+        """Writes them to shared memory."""
+        del smem, asked, lines
 
-    def branches(self, smem: Any, tiles: Any) -> list[tuple[Any, Any, Any]]:
-        """Versions of the row, each with the first and the last but one of a warpgroup's tiles that it is for."""
-        return [(smem.v, 0, tiles.turn)]
-
-    def down(
-        self, smem: Any, tiles: Any, layout: Any, total: Callable[[Any, Any], tuple[jax.Array, ...]]
-    ) -> tuple[jax.Array, ...]:
-        """Sums over the warpgroup's tiles of the projection down; total(first, end) has those of some of them."""
-        del smem, layout
-        return total(tiles.turn, tiles.end)
+    def add(self, total: jax.Array, products: list[jax.Array], scale: Callable[[], jax.Array]) -> jax.Array:
+        """A sum of the projection down and products of a tile's rows, of some columns; scale() has their scales."""
+        del scale
+        return functools.reduce(jnp.add, products, total)
 
 
-class Blocks(Whole):
-    """Codes of E4M3, and scales [3, blocks of F, blocks of D] of A, B and W in global memory.
-
-    A tile of four rows lies in one block.
-    """
+class Blocks(Codes, Whole):
+    """Codes of E4M3, and scales [3, blocks of F, blocks of D] of A, B and W in global memory."""
 
     unit = WARPS
+
+    def rows(self, F: int, own: int) -> int:
+        return WARPS if F % (2 * WARPS) or own % (2 * WARPS) else 2 * WARPS
 
     def reason(self, F: int, own: int) -> str | None:
         if not generations.has_bulk_copies():
@@ -85,7 +167,7 @@ class Blocks(Whole):
         return f"slices of {own} of an inner width of {F}, some of which lie in three blocks of {BLOCK}"
 
     def memory(self, D: int) -> Memory:
-        return {"v": Buffer((4, D)), "scales": Buffer((2, D // BLOCK))}
+        return {**super().memory(D), "scales": Buffer((6, D // BLOCK))}
 
     def ask(self, gmem: Any, first: Any, lines: Any) -> Sequence[jax.Array]:
         block, last = lax.div(first, jnp.int32(BLOCK)), gmem.scales.shape[1] - 1
@@ -93,38 +175,12 @@ class Blocks(Whole):
         places = [(matrix, jnp.minimum(block + n, last)) for matrix in range(3) for n in range(2)]
         return [load(gmem.scales.at[matrix, row, lines], layout) for matrix, row in places]
 
-    def keep(
-        self, dev: Device, smem: Any, asked: Sequence[jax.Array], part: Any, s: jax.Array, w: jax.Array
-    ) -> None:
-        v, lines = s * w, pl.ds(part * s.shape[0], s.shape[0])
-        for n, scale in enumerate(asked[:4]):
-            dev.store_flat(smem.v.at[n, _flat(part, v)], v * r.spread(scale, BLOCK))
-        for n, scale in enumerate(asked[4:]):
-            store_any(smem.scales.at[n, lines], scale)
+    def keep(self, smem: Any, asked: Sequence[jax.Array], lines: Any) -> None:
+        for n, scales in enumerate(asked):
+            store_any(smem.scales.at[n, lines], scales)
 
-    def branches(self, smem: Any, tiles: Any) -> list[tuple[Any, Any, Any]]:
-        a, b, c = (tiles.of_blocks(matrix) for matrix in range(3))
-        ends = [*a, *b, c[0]]
-        return [(smem.v.at[n], ends[n], ends[n + 1]) for n in range(4)]
-
-    def down(
-        self, smem: Any, tiles: Any, layout: Any, total: Callable[[Any, Any], tuple[jax.Array, ...]]
-    ) -> tuple[jax.Array, ...]:
-        begin, middle = tiles.of_blocks(2)
-        first = tiles.chunk * (tiles.sizes.pieces * (tiles.piece // BLOCK))
-        at = plgpu.broadcasted_iota(jnp.int32, (1, tiles.piece), 1, layout=layout)
-
-        def scaled(n: int, p: int, x: jax.Array) -> jax.Array:
-            line = first + p * (tiles.piece // BLOCK)
-            return jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line + 1])
-
-        parts = total(begin, middle), total(middle, tiles.end)
-        low, high = ([scaled(n, p, x) for p, x in enumerate(part)] for n, part in enumerate(parts))
-        return tuple(x + y for x, y in zip(low, high, strict=True))
-
-
-def _flat(part: Any, v: jax.Array) -> Any:
-    return pl.ds(part * v.size, v.size)
+    def add(self, total: jax.Array, products: list[jax.Array], scale: Callable[[], jax.Array]) -> jax.Array:
+        return total + functools.reduce(jnp.add, products) * scale()
 
 
 def of_dtype(dtype: Any) -> Whole | None:

@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device import generations
 from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, warpgroup_index
@@ -274,9 +275,7 @@ def _join(gmem: Any, smem: Any, *, places: Places, slots: int) -> None:
         pieces = [load(gmem.o.at[part, head, own], layout) * f for part, f in enumerate(factors)]
         store_any(smem.row.at[own], functools.reduce(jnp.add, pieces) * (1.0 / total))
 
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.made)
-    plgpu.barrier_wait(smem.made)
+    generations.meet(smem.made)
     plgpu.barrier_wait(smem.full.at[wg])
     products = [
         load(smem.tiles.at[wg, n], WIDE).astype(jnp.float32)

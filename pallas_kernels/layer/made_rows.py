@@ -68,20 +68,21 @@ class Blocks:
         """Which of the CTA's blocks a row of the matrix lies in."""
         return lax.div(row, jnp.int32(BLOCK)) - lax.div(grid_index() * self.rows, jnp.int32(BLOCK))
 
-    def keep(self, gmem: Any, x: Any, v: jax.Array) -> None:
-        """Writes the row [n, width], once for each block, to shared memory x [blocks n, width]."""
-        own, last = lax.div(grid_index() * self.rows, jnp.int32(BLOCK)), gmem.scales.shape[0] - 1
+    def keep(self, gmem: Any, x: Any, v: jax.Array, first: int) -> None:
+        """Writes lines of the row [n, width], once for each block, to shared memory x [blocks n, width]."""
+        own, (blocks, lines, _) = lax.div(grid_index() * self.rows, jnp.int32(BLOCK)), gmem.scales.shape
         for n in range(self.count):
-            scales = r.load_whole(gmem.scales.at[jnp.minimum(own + n, last)])
-            store_any(x.at[pl.ds(n * v.shape[0], v.shape[0])], v * scales)
+            place = jnp.minimum(own + n, blocks - 1), pl.ds(first, v.shape[0])
+            scales = r.load_whole(gmem.scales.at[place])
+            store_any(x.at[pl.ds(n * lines + first, v.shape[0])], v * scales)
 
 
-def keep(blocks: Blocks | None, gmem: Any, x: Any, v: jax.Array) -> None:
-    """Writes a row to shared memory x."""
+def keep(blocks: Blocks | None, gmem: Any, x: Any, v: jax.Array, first: int = 0) -> None:
+    """Writes lines of a row to shared memory x, from `first` on."""
     if blocks is None:
-        store_any(x, v)
+        store_any(x.at[pl.ds(first, v.shape[0])], v)
     else:
-        blocks.keep(gmem, x, v)
+        blocks.keep(gmem, x, v, first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Attended:
                 ]
                 v = functools.reduce(jnp.add, scaled)
             v = v if z is None else v * r.sigmoid(z.astype(jnp.float32))
-            store_any(x.at[pl.ds(n * self.group, self.group)], v)
+            keep(self.blocks, gmem, x, v, n * self.group)
 
         @pl.when(is_first)
         def _():

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import generations
@@ -76,9 +75,7 @@ def _body(gmem: Any, smem: Any, *, eps: float, warpgroups: int) -> None:
         store_any(gmem.n.at[row, own], (r.load_whole(smem.v.at[own]) * scale).astype(gmem.n.dtype))
 
     each(add)
-    generations.commit()
-    plgpu.barrier_arrive(smem.made)
-    plgpu.barrier_wait(smem.made)
+    generations.meet(smem.made)
     squares = functools.reduce(jnp.add, [smem.squares[n] for n in range(lines)])
     scale = lax.rsqrt(squares / (lines * width) + eps)
     each(scaled)

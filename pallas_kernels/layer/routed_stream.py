@@ -49,8 +49,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from gdn_jax.shapes import Choice
+from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import constant, launch_stages
+from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
@@ -153,11 +154,7 @@ def _body(
     router = Router(gmem, smem, barrier, eps, config.ctas, wg)
     experts, down = Branches(gmem, smem, sizes, config, wg), Down(gmem, smem, sizes, config, wg)
 
-    def meet():
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.made)
-        plgpu.barrier_wait(smem.made)
-
+    meet = functools.partial(generations.meet, smem.made)
     pl.when(wg < router.makers)(lambda: router.make(router.load()))  # what it reads would come behind copies
     experts.begin()
     down.begin_known()
@@ -192,6 +189,7 @@ def routed_stream(
     choice: Choice,
     eps: float,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "1 D"], Float[Array, "parts D"]]:
@@ -208,11 +206,11 @@ def routed_stream(
       choice: how experts are chosen.
       eps: of the norm.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      words: of the barrier, as for `grid_barrier.launch_stages`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     static = config or Config.default(), choice, eps, interpret
-    words = constant(router.shape[0]) if interpret is None else None
     arrays = x, y, norm, router, bias, gate_up, down, shared, rows_of(ahead), words
     return compiled(_run, interpret, static=4)(*static, *arrays)
 

@@ -276,15 +276,8 @@ def heads_product(
     Args:
       o: heads that `Heads.check_supported` accepts.
       z: heads whose last H are the gates.
-      norm: weight of the norm.
-      weight: the matrix.
-      scales: as for `stream_product`.
-      eps: of the norm.
       activation: of the gate, one of `gated_norm.ACTIVATIONS`.
-      dtype: of the result.
-      ahead: arrays that the kernels after this one read first, see `device.ahead`.
-      config: None for the default.
-      interpret: parameters of Pallas' interpreter, None to compile.
+      norm, weight, scales, eps, dtype, ahead, config, interpret: as for `stream_product`.
     """
     config = config or (Config.heads() if scales is None else Config(8))
     row = Heads(eps, activation, _blocks(config, weight, scales))
@@ -304,8 +297,10 @@ def attended_product(
     length: Int[Array, "1"],
     z: Float[Array, "H V"] | None,
     weight: Float[Array, "F D"],
+    scales: Float[Array, "M D"] | None = None,
     *,
     group: int,
+    dtype: Any = None,
     ahead: Sequence[jax.Array] = (),
     config: Config | None = None,
     interpret: Any = None,
@@ -318,20 +313,24 @@ def attended_product(
       o: heads of one row that `Attended.check_supported` accepts, `MOST_NUMBERS` in all their parts at most.
       length: tokens of the row before this one.
       z: heads whose last ones are the gates; None: there are none.
-      weight: the matrix; its dtype is the result's.
+      weight: the matrix.
+      scales: as for `stream_product`.
       group: query heads of a key head.
-      ahead: arrays that the kernels after this one read first, see `device.ahead`.
-      config: None for the default.
-      interpret: parameters of Pallas' interpreter, None to compile.
+      dtype: of the result; None: the matrix'.
+      ahead, config, interpret: as for `stream_product`.
     """
-    static = Attended(group), config or Config.stream(weight.shape[0]), interpret
-    return compiled(_run_attended, interpret, static=3)(*static, o, length, z, weight, rows_of(ahead))
+    config = config or (Config.stream(weight.shape[0]) if scales is None else Config(8))
+    row, dtype = Attended(group, _blocks(config, weight, scales)), jnp.dtype(dtype or weight.dtype)
+    return compiled(_run_attended, interpret, static=4)(
+        row, config, dtype, interpret, o, length, z, weight, scales, rows_of(ahead)
+    )
 
 
-def _run_attended(row, config, interpret, o, length, z, weight, ahead):
-    inputs = {name: None if x is None else x[0] for name, x in o._asdict().items()} | {"z": z}
+def _run_attended(row, config, dtype, interpret, o, length, z, weight, scales, ahead):
     shape, updated = (weight.shape[1] // o.o.shape[-1], o.o.shape[-1]), {"length": length}
-    launched = row, config, shape, inputs, {}, weight.dtype, weight, ahead, interpret, updated
+    inputs = {name: None if x is None else x[0] for name, x in o._asdict().items()}
+    inputs |= {"z": z, "scales": _of_row(scales, shape)}
+    launched = row, config, shape, inputs, {}, dtype, weight, ahead, interpret, updated
     results = _launch("attended_product", *launched)
     return results["out"][None], results["length"]
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.channel_step import ChannelTile
 from pallas_kernels.decode.tiles import Tile, log_decay
+from pallas_kernels.device import generations
 from pallas_kernels.device.gates import log_decays
 from pallas_kernels.device.lanes import WARP, load, vector_layout
 from pallas_kernels.device.memory import store_any
@@ -109,13 +109,6 @@ class ChannelDecay:
             for n, y in enumerate((q, k, alpha)):
                 store_any(smem.vectors.at[n, own], y)
 
-        meet(smem.known)
+        generations.meet(smem.known)
         q, k, alpha = (load(smem.vectors.at[n], head.tile.k_layout) for n in range(self.vectors))
         return q, k, alpha
-
-
-def meet(barrier: Any) -> None:
-    """A barrier of the CTA, after which what was stored to shared memory is known."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)

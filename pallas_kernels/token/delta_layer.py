@@ -32,9 +32,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from gdn_jax.shapes import Convolution
+from gdn_jax.shapes import Convolution, LayerScales
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.grid_barrier import GridBarrier, barriers
+from pallas_kernels.device.grid_barrier import HEADS, GridBarrier, new_words
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -52,10 +52,13 @@ FEWEST_CTAS = NUM_SMS // 2
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def _plan(weight: Any, state: Any, output: Any, places: Places, decay: Decay) -> Plan | str:
+def _plan(
+    weight: Any, scales: LayerScales | None, state: Any, output: Any, places: Places, decay: Decay
+) -> Plan | str:
     """The plan of a call, or why there is none."""
     (_, HV, K, _), H = state.shape, places.k // state.shape[2]
-    return plan_of(H, HV // H, K, weight.shape[1], output.shape[0], weight.dtype, decay)
+    dtypes = weight.dtype, (weight if scales is None else scales.narrow).dtype
+    return plan_of(H, HV // H, K, weight.shape[1], output.shape[0], dtypes, decay)
 
 
 def check_supported(
@@ -66,15 +69,22 @@ def check_supported(
     output: jax.ShapeDtypeStruct | jax.Array,
     places: Places,
     decay: Decay,
+    scales: LayerScales | None = None,
 ) -> str | None:
     """Why the kernel cannot take a stream [1, D], both matrices and the states; None if it can."""
-    (N, HV, K, V), D, dtype, keys = state.shape, weight.shape[1], weight.dtype, places.k
+    (N, HV, K, V), D, keys = state.shape, weight.shape[1], places.k
+    dtype = (weight if scales is None else scales.narrow).dtype
     if N != 1 or state.dtype != jnp.float32 or K != V or K not in (64, 128):
         return f"states {state.shape} of {state.dtype}; the kernel takes one row's of 64 or 128, float32"
     if x.shape != (1, D):
         return f"rows {x.shape}; the kernel takes one of {D}"
-    if any(y not in DTYPES for y in (x.dtype, dtype, convolution.state.dtype)) or output.dtype != dtype:
-        return f"{x.dtype}, {dtype}, {output.dtype}; the kernel takes float32, bfloat16 and float16, one for matrices"
+    matrix = dtype if scales is None else jnp.float8_e4m3fn
+    other = any(y not in DTYPES for y in (x.dtype, dtype, convolution.state.dtype))
+    if other or weight.dtype != matrix or output.dtype != matrix:
+        found = f"{x.dtype}, {dtype}, {weight.dtype}, {output.dtype}"
+        return (
+            f"{found}; the kernel takes float32, bfloat16 and float16, one for matrices, or E4M3 with scales"
+        )
     if not keys or keys % K or HV % (keys // K):
         return (
             f"{HV} heads of v and {keys} channels of k; the kernel takes whole heads, v's a multiple of k's"
@@ -83,7 +93,9 @@ def check_supported(
         return f"{convolution.filters.shape[0]} channels; the kernel filters those of q, k and v, of {HV} heads of v"
     if any(place % 8 for place in (places.decay, places.gate)) or output.shape[1] != HV * V:
         return f"channels from {places.decay} and {places.gate}; the kernel takes multiples of 8"
-    plan = _plan(weight, state, output, places, decay)
+    if scales is not None and (places.gate % K or weight.shape[0] % K):
+        return f"{weight.shape[0]} channels of codes, gates from {places.gate}; the kernel takes whole heads"
+    plan = _plan(weight, scales, state, output, places, decay)
     if isinstance(plan, str):
         return plan
     return f"{plan.ctas} CTAs; the kernel takes {FEWEST_CTAS} or more" if plan.ctas < FEWEST_CTAS else None
@@ -100,6 +112,7 @@ def _share(plan: Plan) -> Share:
 
 def _body(gmem: Any, smem: Any, *, places: Places, rule: Rule, plan: Plan, eps: float) -> None:
     share, gmem.seen_state = _share(plan), gmem.state
+    gmem.words = gmem.words.at[pl.ds(HEADS, plan.H)]
     barrier = GridBarrier(gmem.words.at[share.key], plan.n, share.rank)
     then = Head(gmem, smem, share, places, rule, plan)
     first = Projections(gmem, smem, share, places, plan, eps, Device(False))
@@ -125,7 +138,7 @@ def _second(gmem: Any, smem: Any, *, places: Places, rule: Rule, plan: Plan) -> 
     """The second stage alone, interpreted."""
     then = Head(gmem, smem, _share(plan), places, rule, plan)
     then.ask_state()
-    for i in range(plan.room.pieces):
+    for i in range(plan.pieces):
         then.ask_rows(i)
     then.arrive(None)
     S = then.read()
@@ -150,8 +163,10 @@ def delta_layer(
     dt_bias: Float[Array, "HV *K"],
     places: Places,
     rule: Rule,
+    scales: LayerScales | None = None,
     plan: Plan | None = None,
     ahead: Sequence[jax.Array] = (),
+    words: Any = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "1 D"], Float[Array, "HV E"], Float[Array, "1 C W1"], Float[Array, "1 HV K V"]]:
     """The stream x + y, the layer's output in parts, one for each value head, and both states after the token.
@@ -171,15 +186,17 @@ def delta_layer(
       dt_bias: bias of each value head, or of each of its key channels, as the rule's decay has it.
       places: where the channels lie.
       rule: what is computed of them.
+      scales: what belongs to matrices of codes of E4M3; None: matrices are numbers. Channels of the narrow
+        projections come after those of the codes.
       plan: how the work is divided; None: by `plan_of`.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
+      words: of the barriers, as for `grid_barrier.launch_stages`; those of a key head are its barrier's and that of
+        what its CTAs claim.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    found = plan or _plan(weight, state, output, places, rule.decay)
+    found = plan or _plan(weight, scales, state, output, places, rule.decay)
     assert isinstance(found, Plan), found
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
-    # Of each key head: the word of its barrier, and that of what its CTAs claim.
-    words = jnp.asarray(barriers(found.H, 2)) if interpret is None else None
     arrays = (
         x,
         y,
@@ -191,6 +208,7 @@ def delta_layer(
         output,
         A_log,
         dt_bias,
+        scales,
         rows_of(ahead),
         words,
     )
@@ -198,20 +216,27 @@ def delta_layer(
 
 
 def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, state, w_o, output, *last):
-    A_log, dt_bias, ahead, words = last
+    A_log, dt_bias, scales, ahead, words = last
     (F, D), like, room = weight.shape, jax.ShapeDtypeStruct, plan.room
-    by_warps = D // CHUNK, CHUNK
+    by_warps, pieces = (D // CHUNK, CHUNK), (D // WIDEST, WIDEST)
+    of_inputs, of_output, narrow = (None, None, None) if scales is None else scales
+    channels = F if narrow is None else F + len(narrow)
     inputs = {
         "x": x.reshape(by_warps),
         "y": None if y is None else y.reshape(-1, *by_warps),
         "w": norm.astype(jnp.float32).reshape(by_warps),
-        "weight": weight.reshape(F, D // WIDEST, WIDEST),
+        "weight": weight.reshape(F, *pieces),
+        "scales": of_inputs,
+        "narrow": None if narrow is None else narrow.reshape(-1, *pieces),
         "filters": convolution.filters,
         "bias": convolution.bias,
     }
-    of_heads = {"A_log": A_log, "dt_bias": dt_bias, "w_o": w_o, "output": output}
-    outputs = {"s": None if y is None else like(by_warps, x.dtype), "channels": like((F,), jnp.float32)}
-    parts = {"y_h": like((plan.H * plan.R, plan.E), output.dtype)}
+    of_heads = {"A_log": A_log, "dt_bias": dt_bias, "w_o": w_o, "output": output, "output_scales": of_output}
+    outputs = {
+        "s": None if y is None else like(by_warps, x.dtype),
+        "channels": like((channels,), jnp.float32),
+    }
+    parts = {"y_h": like((plan.H * plan.R, plan.E), plan.results)}
     static: dict[str, Any] = {"places": places, "plan": plan}
     run = functools.partial(
         launch,
@@ -225,15 +250,16 @@ def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, st
         results = run(
             "delta_layer",
             functools.partial(_body, rule=rule, eps=eps, **static),
-            inputs={**inputs, **of_heads, "words": words},
+            inputs={**inputs, **of_heads},
             outputs=outputs | parts,
             updated={"conv": convolution.state, "state": state},
-            memory=room.memory(plan),
+            kept={"words": new_words() if words is None else words},
+            memory={**room.memory(plan), **plan.weights.memory(plan)},
             ahead=ahead,
         )
     else:  # CTAs run one after the other: a kernel for each stage
         body = functools.partial(_first, eps=eps, **static)
-        updated, memory = {"conv": convolution.state}, room.first(plan)
+        updated, memory = {"conv": convolution.state}, {**room.first(plan), **plan.weights.memory(plan)}
         results = run("projections", body, inputs=inputs, outputs=outputs, updated=updated, memory=memory)
         seen = {"channels": results["channels"], "seen_state": state}
         body = functools.partial(_second, rule=rule, **static)

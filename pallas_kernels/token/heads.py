@@ -38,14 +38,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode.tiles import Sizes, write_strength
+from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import GridBarrier
 from pallas_kernels.device.lanes import WARP, lane_layout, load, vector_layout
 from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
-from pallas_kernels.token.decays import Decay, meet
-from pallas_kernels.token.plan import ACCESS, Plan
+from pallas_kernels.token.decays import Decay
+from pallas_kernels.token.plan import Plan
 from pallas_kernels.token.rooms import WARPGROUPS
 from pallas_kernels.work.slots import Slots
 
@@ -104,12 +105,11 @@ class Head:
         self.tile = self.decay.tile(sizes, block, 4, across=True)
         self.own = pl.ds(self.wg * block, block)
         """Entries of V of the warpgroup."""
-        self.first = (share.part * WARPGROUPS + self.wg) * (plan.rows * self.room.pieces)
+        self.first = (share.part * WARPGROUPS + self.wg) * (plan.rows * plan.pieces)
         """Its first row of W."""
         self.keys = pl.ds(jnp.minimum(self.wg, self.K // WARP - 1) * WARP, WARP)
         """Key channels of which it makes something for the others, if there are as many warpgroups of them."""
-        width = ACCESS // jnp.dtype(gmem.output.dtype).itemsize
-        self.layout = lane_layout(min(WARP, self.V // width), width)
+        self.layout = lane_layout(min(WARP, self.V // plan.access), plan.access)
         self._done: set[str] = set()
 
     def _step(self, name: str, *before: str) -> None:
@@ -137,11 +137,11 @@ class Head:
     def ask_rows(self, i: Any) -> None:
         """Asks for the i-th piece of this warpgroup's rows of W."""
         self._step("ask_rows")
-        own = self.gmem.output.at[self._rows(i), pl.ds(self.head * self.V, self.V)]
+        own = self.gmem.output.at[self.rows(i), pl.ds(self.head * self.V, self.V)]
         to = self.room.rows_of_output(self.smem, self.plan.rows, self.wg, i)
         plgpu.copy_gmem_to_smem(own, to, self.room.arrived(self.smem, self.wg, i))
 
-    def _rows(self, i: Any, first: int = 0, count: int | None = None) -> Any:
+    def rows(self, i: Any, first: int = 0, count: int | None = None) -> Any:
         """Rows of W of the i-th piece, or some of them."""
         begin = i * self.plan.rows + first
         is_first = isinstance(begin, int) and begin == 0
@@ -162,6 +162,7 @@ class Head:
         """Asks for this warpgroup's part of the state, and for what else does not depend on the token."""
         self._step("read", "arrive")
         self.known, self.w = self.decay.read(self), load(self.gmem.w_o, self.layout.reduce(0))
+        self.scales = self.plan.weights.read(self)
         return load(self.smem.state.at[:, self.own], self.tile.layout)
 
     def meet(self, barrier: GridBarrier | None) -> None:
@@ -197,7 +198,7 @@ class Head:
         norms = functools.cache(lambda: tile.norms(q_whole, k_whole))
         S, o = tile.update(S, q, k, v, alpha, beta, norms)
         store_any(self.room.o(smem).at[self.own], o)
-        meet(smem.whole)
+        generations.meet(smem.whole)
         return S
 
     def write(self, S: jax.Array) -> None:
@@ -220,10 +221,11 @@ class Head:
         scale = lax.rsqrt(jnp.sum(o * o) / V + self.rule.eps)
         v = load(room.o(smem), along) * gate * scale
         v = plgpu.layout_cast(lax.broadcast_in_dim(v, (count, V), [1]), self.layout)
-        for i in range(room.pieces):
+        for i in range(self.plan.pieces):
             plgpu.barrier_wait(room.arrived(smem, self.wg, i))
             rows = room.rows_of_output(smem, self.plan.rows, self.wg, i)
             for first in range(0, self.plan.rows, count):
                 x = load(rows.at[pl.ds(first, count)], self.layout).astype(jnp.float32)
-                sums = jnp.sum(x * v, axis=1).astype(self.gmem.y_h.dtype)
-                store_any(self.gmem.y_h.at[self.head, self._rows(i, first, count)], sums)
+                sums = self.plan.weights.scaled(self, (i, first), jnp.sum(x * v, axis=1))
+                sums = sums.astype(self.gmem.y_h.dtype)
+                store_any(self.gmem.y_h.at[self.head, self.rows(i, first, count)], sums)

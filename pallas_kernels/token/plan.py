@@ -18,11 +18,16 @@ import jax.numpy as jnp
 from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS
 from pallas_kernels.device.memory import SMEM_LIMIT, smem_bytes
+from pallas_kernels.layer.dense_weights import EACH
 from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.rooms import CHUNK, ROOMS, ROWS, STAGES, WARPGROUPS, WIDEST, Room
+from pallas_kernels.token.rooms import CHUNK, ROOMS, ROWS, WARPGROUPS, WIDEST, Room
+from pallas_kernels.token.weights import Whole, of_dtype
 
 ACCESS = 16
-"""Bytes that a thread reads at once."""
+"""Bytes that a thread reads at once, at most."""
+
+STAGES = 2
+"""Tiles of a warpgroup in shared memory at least."""
 
 CHUNKS = WARPS * CHUNK
 """Numbers of the stream of a warpgroup."""
@@ -61,8 +66,17 @@ class Plan:
     """CTAs of a value head."""
     dtype: Any
     """The dtype of both matrices."""
+    results: Any
+    """The dtype that results are rounded to."""
     decay: Decay
     room: Room
+
+    @property
+    def weights(self) -> Whole:
+        """The kind of both matrices."""
+        found = of_dtype(self.dtype)
+        assert found is not None, self.dtype
+        return found
 
     @property
     def n(self) -> int:
@@ -95,9 +109,15 @@ class Plan:
         return self.kinds[2].end
 
     @property
+    def stages(self) -> int:
+        """Tiles of a warpgroup in shared memory."""
+        most = self.weights.stages
+        return most if self.kinds[-1].end >= most * self.warpgroups else STAGES
+
+    @property
     def own(self) -> int:
         """Tiles of a warpgroup that it need not claim."""
-        return max(STAGES, -(-self.filtered // self.warpgroups))
+        return max(self.stages, -(-self.filtered // self.warpgroups))
 
     @property
     def claimable(self) -> int:
@@ -105,15 +125,25 @@ class Plan:
         return self.kinds[-1].end - self.own * self.warpgroups
 
     @property
+    def pieces(self) -> int:
+        """Copies in which the rows of W_o of a warpgroup come."""
+        return self.room.pieces(self)
+
+    @property
     def rows(self) -> int:
         """Rows of W_o of a warpgroup that come in one copy."""
-        return self.E // (self.m * WARPGROUPS * self.room.pieces)
+        return self.E // (self.m * WARPGROUPS * self.pieces)
 
     @property
     def rows_at_once(self) -> int:
         """Rows of W_o that a warpgroup multiplies at once: as many as the room's registers hold."""
-        units = self.room.units_at_once
+        units = () if self.room.all_at_once else self.weights.units_at_once
         return next((n * self._unit() for n in units if self.rows % (n * self._unit()) == 0), self.rows)
+
+    @property
+    def access(self) -> int:
+        """Numbers of W_o that a thread reads at once."""
+        return min(EACH, ACCESS // jnp.dtype(self.dtype).itemsize)
 
     @property
     def writers(self) -> int:
@@ -131,25 +161,32 @@ class Plan:
             return (
                 f"{what}; the kernel takes a CTA for each of {len(self.decay.singles) * self.R} single rows"
             )
-        if self.E % (self.m * WARPGROUPS * self.room.pieces * self._unit()) or self.rows > WIDEST:
+        if self.E % (self.m * WARPGROUPS * self.pieces * self._unit()) or self.rows > WIDEST:
             return f"{what}; the kernel takes whole shares of a multiple of {self._unit()} outputs"
+        if reason := self.weights.reason(self):
+            return reason
         if not self.room.fits(self):
             return f"{what}; the kernel takes rows that fit the slots of tiles, and the state"
-        taken = smem_bytes(self.room.memory(self), self.room.reduction_bytes)
+        memory = {**self.room.memory(self), **self.weights.memory(self)}
+        taken = smem_bytes(memory, self.room.reduction_bytes)
         if taken > SMEM_LIMIT:
             return f"{what}: {taken} bytes of shared memory; a CTA has {SMEM_LIMIT}"
         return None
 
     def _unit(self) -> int:
         """Rows of W_o that a warpgroup takes a multiple of."""
-        return WARPS * max(1, WARP * ACCESS // jnp.dtype(self.dtype).itemsize // self.K)
+        return WARPS * max(1, WARP * self.access // self.K)
 
 
-def plan_of(H: int, R: int, K: int, D: int, E: int, dtype: Any, decay: Decay) -> Plan | str:
-    """The plan with the most CTAs that are on a device at once; else why that with the most cannot be."""
+def plan_of(H: int, R: int, K: int, D: int, E: int, dtypes: tuple[Any, Any], decay: Decay) -> Plan | str:
+    """The plan with the most CTAs that are on a device at once; else why that with the most cannot be.
+
+    Args:
+      dtypes: of both matrices, and of results.
+    """
     reason, most = None, most_ctas()
     for m, room in itertools.product(PARTS, ROOMS):
-        plan = Plan(H, R, K, D, E, m, jnp.dtype(dtype), decay, room)
+        plan = Plan(H, R, K, D, E, m, jnp.dtype(dtypes[0]), jnp.dtype(dtypes[1]), decay, room)
         if plan.ctas <= most:
             if (why := plan.reason()) is None:
                 return plan

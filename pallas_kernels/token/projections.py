@@ -34,19 +34,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.claims import Claims, Turns
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, vector_layout
+from pallas_kernels.device.lanes import WARPS, load, vector_layout
 from pallas_kernels.device.launch import grid_index, warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
 from pallas_kernels.token.heads import Head, Places, Share
 from pallas_kernels.token.plan import CHUNKS, Plan
-from pallas_kernels.token.rooms import CHUNK, LAST, ROWS, STAGES, WARPGROUPS, WIDEST
+from pallas_kernels.token.rooms import CHUNK, LAST, ROWS, WARPGROUPS, WIDEST
 
 
 class Own(NamedTuple):
     """A tile that its warpgroup need not claim."""
 
+    number: Any
+    """Its own among the tiles of the key head."""
     rows: Any
     """Its rows of W."""
     is_filtered: bool | jax.Array
@@ -72,7 +74,7 @@ class Projections:
         """Takes where the channels lie, how they are divided, and what is added under the root of the norm."""
         self.gmem, self.smem, self.places, self.eps, self.dev = gmem, smem, places, eps, dev
         self.plan, self.room, self.wg, self.pieces = plan, plan.room, warpgroup_index(), smem.tiles.shape[3]
-        self.layout, self.first = lane_layout(WARP, WIDEST // WARP), share.key * plan.K
+        self.first, self.weights = share.key * plan.K, plan.weights
         self.number, self.claimable = share.rank * WARPGROUPS + self.wg, plan.claimable
         self.own = [self._own(i * plan.warpgroups) for i in range(plan.own)]
         self.claims: Claims | Turns = (
@@ -82,7 +84,7 @@ class Projections:
         )
         singles = [getattr(places, name) + i for name in plan.decay.singles for i in range(plan.R)]
         self.single = _chosen(share.rank, enumerate(singles)) + share.key * plan.R
-        """The row of W that is no part of a tile, of a CTA that makes one."""
+        """The channel of the row that is no part of a tile, of a CTA that makes one."""
         makes = functools.reduce(jnp.logical_or, [share.rank == i for i in range(len(singles))])
         self.makes_single = makes & (self.wg == LAST)
 
@@ -90,7 +92,7 @@ class Projections:
         """The tile of a turn that begins with a tile of the head."""
         end, filtered = begin + self.plan.warpgroups, self.plan.filtered
         known = True if end <= filtered else False if begin >= filtered else self.number < filtered - begin
-        return Own(self._rows(self.number, begin, end), known)
+        return Own(self.number + begin, self._rows(self.number, begin, end), known)
 
     def _rows(self, number: Any, begin: int, end: int) -> Any:
         """Rows of W of the head's tile begin + number, which is before the tile `end`."""
@@ -106,8 +108,15 @@ class Projections:
         begin = self.plan.own * self.plan.warpgroups
         return self._rows(number, begin, begin + self.claimable)
 
+    def row_of_single(self) -> Any:
+        """The row of W that is no part of a tile, in pieces."""
+        if self.gmem.narrow is None:
+            return self.gmem.weight.at[self.single]
+        return self.gmem.narrow.at[self.single - self.gmem.weight.shape[0]]
+
     def _slot(self, n: Any) -> Any:
-        return n % STAGES if isinstance(n, int) else lax.rem(n, jnp.int32(STAGES))
+        stages = self.plan.stages
+        return n % stages if isinstance(n, int) else lax.rem(n, jnp.int32(stages))
 
     def _start(self, rows: Any, n: Any) -> None:
         """Starts the copy of a tile to the n-th slot in turn."""
@@ -115,9 +124,10 @@ class Projections:
         plgpu.copy_gmem_to_smem(self.gmem.weight.at[rows], slot, self._barrier(n))
 
     def _barrier(self, n: Any) -> Any:
-        return self.smem.arrived.at[self.wg * STAGES + self._slot(n)]
+        return self.smem.arrived.at[self.wg * self.plan.stages + self._slot(n)]
 
-    def _piece(self, i: int) -> Any:
+    def piece(self, i: int) -> Any:
+        """A piece of s w in shared memory."""
         return self.room.row(self.smem).at[pl.ds(i * WIDEST, WIDEST)]
 
     def _past(self, own: Own) -> Sequence[jax.Array]:
@@ -127,7 +137,7 @@ class Projections:
         return lax.cond(own.is_filtered, lambda: tuple(self._read_past(own.rows)), self._no_past)
 
     def _read_past(self, own: Any) -> list[jax.Array]:
-        gmem, layout = self.gmem, self.layout.reduce(1)
+        gmem, layout = self.gmem, self.weights.of_rows
         taps = gmem.filters.shape[1]
         refs = [gmem.conv.at[0, own, j] for j in range(taps - 1)]
         refs += [gmem.filters.at[own, j] for j in range(taps)]
@@ -135,13 +145,13 @@ class Projections:
         return [load(ref, layout) for ref in refs]
 
     def _no_past(self) -> tuple[jax.Array, ...]:
-        gmem, layout = self.gmem, self.layout.reduce(1)
+        gmem, layout = self.gmem, self.weights.of_rows
         taps = gmem.filters.shape[1]
         arrays = [gmem.conv] * (taps - 1) + [gmem.filters] * taps + [gmem.bias] * (gmem.bias is not None)
         return tuple(plgpu.layout_cast(jnp.zeros((ROWS,), x.dtype), layout) for x in arrays)
 
     def _start_all(self) -> None:
-        for n in range(STAGES):
+        for n in range(self.plan.stages):
             self._start(self.own[n].rows, n)
 
     def _make_row(self) -> None:
@@ -161,10 +171,12 @@ class Projections:
         refs = [gmem.w.at[own], gmem.x.at[own]]
         refs += [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
         w, *parts = [r.load_whole(ref) for ref in refs]
+        asked = self.weights.ask(self, own)
         then()  # what the row is made of would come after these copies
         s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
         self.dev.store_flat(room.row(smem).at[pl.ds(part * CHUNKS, CHUNKS)], s * w)
         store_any(room.squares(smem).at[own], r.row_sum(s * s))
+        self.weights.keep(self, own, asked)
         if gmem.s is not None:
             pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
 
@@ -175,21 +187,10 @@ class Projections:
         total = functools.reduce(jnp.add, [squares[i] for i in range(D // CHUNK)])
         return lax.rsqrt(total / D + self.eps)
 
-    def _row(self) -> list[jax.Array]:
-        """s w in pieces."""
-        return [load(self._piece(i), self.layout.reduce(0)) for i in range(self.pieces)]
-
-    def _product(self, n: Any, row: list[jax.Array], scale: jax.Array) -> jax.Array:
-        """Results of the rows of the tile in the n-th slot in turn."""
+    def _product(self, n: Any, number: Any, row: list[jax.Array], scale: jax.Array) -> jax.Array:
+        """Results of the rows of the tile in the n-th slot in turn, the number-th one of the head."""
         plgpu.barrier_wait(self._barrier(n))
-        tile, total = self.smem.tiles.at[self.wg, self._slot(n)], None
-        for i, v in enumerate(row):
-            x = load(tile.at[:, i], self.layout)
-            v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1]), self.layout)
-            part = x.astype(jnp.float32) * v
-            total = part if total is None else total + part
-        assert total is not None
-        return jnp.sum(total, axis=1) * scale
+        return self.weights.product(self, self.smem.tiles.at[self.wg, self._slot(n)], number, row) * scale
 
     def _keep(self, own: Own, x: jax.Array, past: Sequence[jax.Array]) -> None:
         """The channels of a tile of this warpgroup, through the convolution where they pass through it."""
@@ -204,7 +205,7 @@ class Projections:
         """The convolution of a tile's channels, as in `decode.conv_update`."""
         gmem, taps = self.gmem, self.gmem.filters.shape[1]
         past = [y.astype(jnp.float32) for y in past]
-        inputs = [*past[: taps - 1], x.astype(gmem.weight.dtype).astype(jnp.float32)]
+        inputs = [*past[: taps - 1], x.astype(self.plan.results).astype(jnp.float32)]
         total = sum(s * w for s, w in zip(inputs, past[taps - 1 :], strict=False))
         total = total if gmem.bias is None else total + past[-1]
         for j, s in enumerate(inputs[1:]):
@@ -215,7 +216,7 @@ class Projections:
         """The channel of the row that is no part of a tile."""
         layout, total = vector_layout(WIDEST), None
         for i, x in enumerate(self.room.single(self, layout)):
-            part = x.astype(jnp.float32) * load(self._piece(i), layout)
+            part = x.astype(jnp.float32) * load(self.piece(i), layout)
             total = part if total is None else total + part
         assert total is not None
         self.gmem.channels[self.single] = jnp.sum(total) * scale
@@ -235,7 +236,7 @@ class Projections:
 
         def single(tiles: int) -> None:
             """Makes the row that is no tile, when its turn is after this number of tiles."""
-            if tiles == room.single_after:
+            if tiles == room.single_after(plan):
                 pl.when(self.makes_single)(lambda: self._make_single(scale))
 
         def follow(i: Any, asked: Any) -> jax.Array:
@@ -248,22 +249,22 @@ class Projections:
             return number
 
         single(0)
-        row = self._row()
+        row = self.weights.row(self.dev, [self.piece(i) for i in range(self.pieces)])
         room.row_taken(self, then)
         if not self.claimable:
             room.all_asked(then, True)
         numbers = []
         for n, own in enumerate(self.own):
-            i = n - (plan.own - STAGES)
+            i = n - (plan.own - plan.stages)
             asked = self.claims.ask(i) if i >= 0 and self.claimable else None
             past = self._past(own) if known is None else known[n]  # on its way while the tile is
-            x = self._product(n, row, scale)
+            x = self._product(n, own.number, row, scale)
             if asked is not None:
                 numbers.append(follow(i, asked))
             else:
                 plgpu.commit_smem()  # likewise
                 if i < 0:
-                    self._start(self.own[n + STAGES].rows, n + STAGES)
+                    self._start(self.own[n + plan.stages].rows, n + plan.stages)
                 else:
                     room.slot_free(then, True, self._slot(n))
             self._keep(own, x, past)
@@ -274,9 +275,9 @@ class Projections:
         def one(carry):
             i, number, *following = carry
             room.all_asked(then, following[0] >= self.claimable)
-            asked = self.claims.ask(i + STAGES)
-            x = self._product(plan.own + i, row, scale)
-            last = follow(i + STAGES, asked)
+            asked = self.claims.ask(i + plan.stages)
+            x = self._product(plan.own + i, number + plan.own * plan.warpgroups, row, scale)
+            last = follow(i + plan.stages, asked)
             store_any(self.gmem.channels.at[self._claimed(number)], x)
             return i + 1, *following, last
 

@@ -22,18 +22,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory
+from pallas_kernels.layer.dense_weights import WIDEST
 
 WARPGROUPS = 4
 """Warpgroups of a CTA, which have a quarter of V and of the CTA's rows of W_o each."""
 
-WIDEST = 256
-"""Numbers of a dimension of what is copied at once, at most: columns of a piece of W_in, rows of W_o."""
-
 ROWS = WARPS
 """Rows of a tile of W_in."""
 
-STAGES = 2
-"""Tiles of a warpgroup in shared memory."""
+CLAIMED = 2 * WARPGROUPS
+"""Numbers of tiles that the warpgroups have claimed: two in turn of each."""
 
 CHUNK = 128
 """Numbers of the stream that a warp adds up."""
@@ -45,18 +43,21 @@ LAST = WARPGROUPS - 1
 class Room:
     """A room, as the stages ask it: `stage` is the first one, `then` the second one, `plan` the `Plan` of both."""
 
-    pieces: ClassVar[int]
-    """Copies in which the rows of W_o of a warpgroup come."""
     reduction_bytes: ClassVar[int]
     """Bytes that are set aside for reductions over more than a warp."""
-    units_at_once: ClassVar[tuple[int, ...]]
-    """Multiples of the rows of W_o that one access of a warpgroup covers: the first that divides a copy is multiplied
-    at once; none: all rows are."""
-    single_after: ClassVar[int]
-    """Tiles that a warpgroup makes before a row of W_in that is no part of a tile."""
+    all_at_once: ClassVar[bool]
+    """Whether all rows of W_o of a copy are multiplied at once; else as many as the weights' kind says."""
     reads_ahead: ClassVar[bool]
     """Whether a warpgroup reads what the convolution needs of all its tiles before the row is there; else of each
     tile while it waits for it: a wide row leaves no registers."""
+
+    def pieces(self, plan: Any) -> int:
+        """Copies in which the rows of W_o of a warpgroup come."""
+        raise NotImplementedError
+
+    def single_after(self, plan: Any) -> int:
+        """Tiles that a warpgroup makes before a row of W_in that is no part of a tile."""
+        raise NotImplementedError
 
     def fits(self, plan: Any) -> bool:
         """Whether what has the same bytes as something else is not larger."""
@@ -116,7 +117,7 @@ class Room:
 
 def _of_both(plan: Any) -> tuple[Buffer, Buffer | None, Barriers | None]:
     """The tiles, and the vectors that a decay hands round with the barrier after which they are known."""
-    tiles = Buffer((WARPGROUPS, STAGES, ROWS, plan.D // WIDEST, WIDEST), plan.dtype)
+    tiles = Buffer((WARPGROUPS, plan.stages, ROWS, plan.D // WIDEST, WIDEST), plan.dtype)
     if not plan.decay.vectors:
         return tiles, None, None
     return tiles, Buffer((plan.decay.vectors, plan.K)), Barriers(arrivals=WARPGROUPS)
@@ -125,11 +126,17 @@ def _of_both(plan: Any) -> tuple[Buffer, Buffer | None, Barriers | None]:
 class Apart(Room):
     """Every array has its own memory: state and W_o come while the first stage works."""
 
-    pieces: ClassVar[int] = 1
     reduction_bytes: ClassVar[int] = REDUCTION_BYTES
-    units_at_once: ClassVar[tuple[int, ...]] = ()
-    single_after: ClassVar[int] = STAGES
+    all_at_once: ClassVar[bool] = True
     reads_ahead: ClassVar[bool] = True
+
+    def pieces(self, plan: Any) -> int:
+        """See `Room.pieces`."""
+        return 1
+
+    def single_after(self, plan: Any) -> int:
+        """See `Room.single_after`."""
+        return plan.stages
 
     def first(self, plan: Any) -> Memory:
         """See `Room.first`."""
@@ -138,9 +145,9 @@ class Apart(Room):
             "tiles": tiles,
             "row": Buffer((plan.D,)),
             "squares": Buffer((plan.D // CHUNK,)),
-            "single": Buffer((plan.D // WIDEST, WIDEST), plan.dtype),
-            "claimed": Buffer((2 * WARPGROUPS,), jnp.int32),
-            "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
+            "single": Buffer((plan.D // WIDEST, WIDEST), plan.results),
+            "claimed": Buffer((CLAIMED,), jnp.int32),
+            "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
             "asked": Barriers(arrivals=1),
             "made": Barriers(arrivals=WARPGROUPS),
         }
@@ -181,7 +188,7 @@ class Apart(Room):
 
     def ask_single(self, stage: Any) -> None:
         """See `Room.ask_single`: to shared memory."""
-        single, smem = stage.gmem.weight.at[stage.single], stage.smem
+        single, smem = stage.row_of_single(), stage.smem
         pl.when(stage.makes_single)(lambda: plgpu.copy_gmem_to_smem(single, smem.single, smem.asked))
 
     def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
@@ -202,11 +209,17 @@ class Apart(Room):
 class Lent(Room):
     """Arrays that are not needed at the same time have the same bytes, see the module docstring."""
 
-    pieces: ClassVar[int] = STAGES
     reduction_bytes: ClassVar[int] = REDUCTION_BYTES // 2
-    units_at_once: ClassVar[tuple[int, ...]] = (4, 2, 1)
-    single_after: ClassVar[int] = 0
+    all_at_once: ClassVar[bool] = False
     reads_ahead: ClassVar[bool] = False
+
+    def pieces(self, plan: Any) -> int:
+        """See `Room.pieces`: one for each slot."""
+        return plan.stages
+
+    def single_after(self, plan: Any) -> int:
+        """See `Room.single_after`."""
+        return 0
 
     def fits(self, plan: Any) -> bool:
         """See `Room.fits`: rows of W_o in a slot, and s w in the state but for its last row."""
@@ -225,8 +238,8 @@ class Lent(Room):
             "tiles": tiles,
             "row": Buffer((plan.D,)),
             "squares": Buffer((plan.D // CHUNK,)),
-            "claimed": Buffer((2 * WARPGROUPS,), jnp.int32),
-            "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
+            "claimed": Buffer((CLAIMED,), jnp.int32),
+            "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
             "made": Barriers(arrivals=WARPGROUPS),
             "taken": Barriers(arrivals=WARPGROUPS),
         }
@@ -235,10 +248,10 @@ class Lent(Room):
         """See `Room.second`."""
         _, vectors, known = _of_both(plan)
         return {
-            "rows": Buffer((WARPGROUPS, STAGES, plan.rows, plan.K), plan.dtype),
+            "rows": Buffer((WARPGROUPS, plan.stages, plan.rows, plan.K), plan.dtype),
             "state": Buffer((plan.K, plan.K)),
             "vectors": vectors,
-            "arrived": Barriers(arrivals=1, count=WARPGROUPS * STAGES),
+            "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
             "stored": Barriers(arrivals=1),
             "known": known,
             "whole": Barriers(arrivals=WARPGROUPS),
@@ -267,11 +280,11 @@ class Lent(Room):
 
     def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
         """See `Room.arrived`: that of the slot."""
-        return smem.arrived.at[wg * STAGES + i]
+        return smem.arrived.at[wg * (smem.arrived.shape[0] // WARPGROUPS) + i]
 
     def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
         """See `Room.single`: out of global memory, all pieces at once."""
-        return [load(stage.gmem.weight.at[stage.single, i], layout) for i in range(stage.pieces)]
+        return [load(stage.row_of_single().at[i], layout) for i in range(stage.pieces)]
 
     def row_taken(self, stage: Any, then: Any) -> None:
         """See `Room.row_taken`: the state is asked for when all warpgroups have the row."""

@@ -8,17 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import row_kernels
+from device_arrays import put
 from flax import nnx
-from fused_harness import draws
+from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
-from gdn_jax.layers import GatedDeltaNet
+from gdn_jax.layers import GatedDeltaNet, RecurrentCache
 from gdn_jax.layers.block_weights import BlockSwiGLU, keep_projections
-from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream
+from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, whole
 from gdn_jax.models.inference.dense import BlockDenseRow
 from gdn_jax.models.inference.part import Call
-from gdn_jax.models.inference.recurrent import HeadRows
-from pallas_kernels.layer import dense_stream, row_product
+from gdn_jax.models.inference.recurrent import DeltaRow, HeadRows
+from pallas_kernels.layer import attention_rows, dense_stream, row_product
+from pallas_kernels.token import delta_layer
+from pallas_kernels.token import plan as token_plan
 
 F8 = jnp.float8_e4m3fn
 
@@ -60,6 +63,18 @@ def test_products_of_heads_by_codes(config):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
+def test_products_of_attended_heads_by_codes():
+    """Of several parts, by CTAs whose rows lie in two blocks."""
+    parts, z, weight, scales, want = row_kernels.attended(2, 2, 3, 256, 256, True, codes=True)
+    options: dict = dict(group=2, dtype=jnp.float32, config=row_product.Config(4, 3), interpret=INTERPRET)
+    length = put([7], jnp.int32)
+    got, after = row_product.attended_product(
+        attention_rows.Parts(*parts), length, z, weight, scales, **options
+    )
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert after == 8
+
+
 def test_products_of_a_recurrent_layer(small, monkeypatch):
     """In a copy for one row: codes and narrow projections, each with the norm in its kernel."""
     dtypes: dict = dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
@@ -85,6 +100,28 @@ def test_products_of_a_recurrent_layer(small, monkeypatch):
     np.testing.assert_allclose(stream, s, rtol=1e-6, atol=1e-6)
     want, got = fused_oracle.wide(want), fused_oracle.wide(got)
     np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+def test_a_recurrent_layer_is_one_kernel(small, monkeypatch):
+    """In a copy for one row, where the kernel has a plan for its codes and its narrow projections: what the layer
+    itself gives for the norm."""
+    monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
+    monkeypatch.setattr(token_plan, "most_ctas", lambda: 8)
+    mixer = GatedDeltaNet(512, num_heads=1, head_dim=128, expand_v=1.0, norm_eps=0.1, rngs=nnx.Rngs(0))
+    keep_projections(mixer)
+    norm, draw = RMSNorm(512, implementation="chunked"), draws(3)
+    x, y = draw(1, 1, 512), draw(2, 1, 512)
+    cache = RecurrentCache(draw(1, mixer.conv_dim, 3), draw(1, 1, 128, 128))
+    mixer.implementation = "chunked"
+    want = from_stream(mixer)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
+    mixer.implementation = None
+    row = HeadRows.of(mixer, Call(1, True))
+    assert isinstance(row, DeltaRow)
+    after, (out, states) = from_stream(row)(norm, x, y, cache=cache)
+    assert small == {"delta_layer": 1}
+    got = after, (whole(out, x), states)
+    for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        close(expected, result, "token", sums=2 * row_kernels.IN_TURN)
 
 
 def test_what_it_takes():

@@ -24,34 +24,43 @@ from pallas_kernels.token.decays import ChannelDecay, HeadDecay
 from pallas_kernels.token.heads import Head, Places, Rule
 from pallas_kernels.token.plan import Plan
 from pallas_kernels.token.projections import Alone, Projections
-from pallas_kernels.token.rooms import APART, LENT, ROWS, STAGES, WARPGROUPS, WIDEST
+from pallas_kernels.token.rooms import APART, LENT, ROWS, WARPGROUPS, WIDEST
 
-LAYERS = {
+LAYERS: dict[str, tuple] = {
     "heads": (row_kernels.HEADS, 1, 1, 512, 4, APART),
     "heads, two of v": (row_kernels.HEADS, 1, 2, 512, 2, APART),
     "heads, turns of two kinds": (row_kernels.HEADS, 1, 1, 512, 8, APART),
     "heads, lent": (row_kernels.HEADS, 1, 1, 512, 4, LENT),
     "heads, lent, wide": (row_kernels.HEADS, 1, 2, 2560, 4, LENT),
+    "heads, codes": (row_kernels.HEADS, 1, 1, 512, 4, APART, 128, True),
+    "heads, codes, lent, two of v": (row_kernels.HEADS, 1, 2, 512, 2, LENT, 128, True),
+    "heads, codes, lent, few tiles": (row_kernels.HEADS, 1, 1, 1024, 8, LENT, 128, True),
+    "channels, codes": (row_kernels.CHANNELS, 1, 1, 512, 4, LENT, 128, True),
     "channels": (row_kernels.CHANNELS, 1, 1, 512, 4, APART),
     "channels, turns of two kinds": (row_kernels.CHANNELS, 1, 1, 512, 8, APART),
     "channels, lent, two of v": (row_kernels.CHANNELS, 1, 2, 512, 2, LENT),
 }
-"""Name -> a decay, heads of k and of v, width of the stream, CTAs of a head of v, and a room."""
+"""Name -> a decay, heads of k and of v, width of the stream, CTAs of a head of v, and a room; for heads of another
+width than 64 that, and whether matrices are codes."""
 
 
 def planned(name: str):
     """Arguments of the kernel with a plan of its own, and what it gives. With two heads of v to one of k there is no
     y, the convolution has a bias, beta is doubled, and matrices are bfloat16."""
-    decay, H, HV, D, m, room = LAYERS[name]
-    two, K = HV > H, 64
-    static = dict(decay=decay, HV=HV, bias=two, doubled=two, dtype="bfloat16" if two else "float32")
+    decay, H, HV, D, m, room, K, codes = (*LAYERS[name], 64, False)[:8]
+    two = HV > H
+    static = dict(
+        decay=decay, HV=HV, bias=two, doubled=two, dtype="bfloat16" if two else "float32", codes=codes
+    )
     (x, y, layer, gates, options), want = row_kernels.delta_layer(H, K, D, 0 if two else 3, **static)
-    rule = Rule(gates.kernel_decay(), gates.allow_neg_eigval, *options[1:])
-    plan = Plan(H, HV // H, K, D, D, m, layer.output.dtype, rule.decay, room)
+    rule = Rule(fused_delta_layer.kernel_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
+    norm, inputs, convolution, A_log, dt_bias, state, output_norm, output, scales = layer
+    results = (output if scales is None else scales.narrow).dtype
+    plan = Plan(H, HV // H, K, D, D, m, output.dtype, results, rule.decay, room)
     assert plan.reason() is None
-    norm, inputs, convolution, A_log, dt_bias, state, output_norm, output = layer
     arrays = x, None if y is None else y[:, 0], norm, inputs, convolution, state, output_norm, output
     known = dict(A_log=A_log, dt_bias=dt_bias, places=fused_delta_layer._places(layer, gates), rule=rule)
+    known |= dict(scales=scales)
     return functools.partial(delta_layer.delta_layer, *arrays, **known, plan=plan, eps=options.eps), want
 
 
@@ -75,19 +84,19 @@ def test_rows_come_to_a_slot_after_its_tiles(name, monkeypatch):
 
         class Handed(Alone):
             def ask_rows(self, i):
-                rows = pl.ds((stage.wg * STAGES + i) * ROWS, ROWS)
+                rows = pl.ds((stage.wg * plan.stages + i) * ROWS, ROWS)
                 copy_gmem_to_smem(gmem.weight.at[rows], smem.tiles.at[stage.wg, i], stage._barrier(i))
 
         stage.run(Handed())
-        for slot in range(STAGES):
+        for slot in range(plan.stages):
             barrier_wait(stage._barrier(slot))
-            x = load(smem.tiles.at[stage.wg, slot, :, 0], stage.layout)
-            rows = (stage.wg * STAGES + slot) * ROWS
+            x = load(smem.tiles.at[stage.wg, slot, :, 0], stage.weights.layout)
+            rows = (stage.wg * plan.stages + slot) * ROWS
             store_any(gmem.handed.at[grid_index(), pl.ds(rows, ROWS)], x)
 
     call, _ = planned(name)
     weight, plan, launch = call.args[3], call.keywords["plan"], delta_layer.launch
-    count = WARPGROUPS * STAGES * ROWS
+    count = WARPGROUPS * plan.stages * ROWS
 
     def with_rows(name, body, *, outputs, **options):
         if name == "projections":

@@ -24,12 +24,12 @@ from gdn_jax.parts import (
     delta_layer,
     dense_stream,
     experts,
-    heads_product,
     latent_token,
     routing,
     row_product,
 )
 from gdn_jax.shapes import Choice
+from pallas_kernels.device.grid_barrier import new_words
 from pallas_kernels.layer.attention_rows import Parts
 from pallas_kernels.layer.row_product import attended_product
 from pallas_kernels.tools.compiling import lowering_for
@@ -96,8 +96,8 @@ def test_codes_and_their_scales(D, F):
 
 
 def test_independent_kernels_of_one_program_do_not_meet():
-    """Kernels with barriers over all CTAs have words of their own to meet at: two chains in one program are those
-    alone."""
+    """Kernels with barriers over all CTAs have words of their own to meet at: two calls of a compiled chain in one
+    program are those alone."""
     choice = Choice(4, 1, 1, True, 1.0)
 
     def chain(args):
@@ -108,11 +108,12 @@ def test_independent_kernels_of_one_program_do_not_meet():
         return x, y.sum(0)
 
     chains = [row_kernels.routed(64, 1536, 512, 512, 1, choice, seed)[0] for seed in range(2)]
-    want = [jax.jit(chain)(args) for args in chains]
-    together = jax.jit(lambda chains: [chain(args) for args in chains])
+    alone = jax.jit(chain)
+    want = [alone(args) for args in chains]
+    together = jax.jit(lambda chains: [alone(args) for args in chains])
     for _ in range(REPEATS):
-        for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(found, alone)
+        for found, expected in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 LAYERS = {
@@ -122,6 +123,9 @@ LAYERS = {
     "1.3b": dict(H=16, D=2048, parts=1, decay=row_kernels.HEADS),
     "qwen3.5-4b": dict(H=16, D=2560, parts=32, decay=row_kernels.HEADS, HV=32),
     "qwen3-next": dict(H=16, D=2048, parts=0, decay=row_kernels.HEADS, HV=32, bias=True, doubled=True),
+    "qwen3.5-0.8b, codes": dict(H=16, D=1024, parts=1, decay=row_kernels.HEADS, codes=True),
+    "qwen3.5-2b, codes": dict(H=16, D=2048, parts=1, decay=row_kernels.HEADS, codes=True, doubled=True),
+    "qwen3.5-4b, codes": dict(H=16, D=2560, parts=32, decay=row_kernels.HEADS, HV=32, bias=True, codes=True),
     "9 heads": dict(H=9, D=1536, parts=11),
     "8 heads, of channels": dict(H=8, D=1024, parts=1, bias=True),
     "16 heads, of channels, wide": dict(H=16, D=2048, parts=1),
@@ -144,18 +148,19 @@ def test_layers_of_one_program_do_not_meet(name):
     static = drawn[0][1]
 
     def chain(args):
-        x, y, layer = args
+        (x, y, layer), words = args, new_words()
         for _ in range(6):
-            x, y, _, state = delta_layer.delta_layer(x, y, layer, *static)
+            x, y, _, state = delta_layer.delta_layer(x, y, layer, *static, words=words)
             layer = layer._replace(state=state)
         return x, y, layer.state
 
     chains = [args for args, *_ in drawn]
-    want = [jax.jit(chain)(args) for args in chains]
-    together = jax.jit(lambda chains: [chain(args) for args in chains])
+    alone = jax.jit(chain)
+    want = [alone(args) for args in chains]
+    together = jax.jit(lambda chains: [alone(args) for args in chains])
     for _ in range(4 * REPEATS):
-        for found, alone in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(found, alone)
+        for found, expected in zip(jax.tree.leaves(together(chains)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(("F", "dtype"), [(10368, "bfloat16"), (128, "float32")])
@@ -184,20 +189,27 @@ def test_row_of_a_stream_by_codes(D, F):
 
 def test_row_of_heads():
     args, want = row_kernels.heads(16, 128, 8320, 1536, "sigmoid")
-    call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="sigmoid"))
+    call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="sigmoid"))
     close(want, call(*args), "y")
 
 
 @pytest.mark.parametrize(
-    ("N", "G", "P", "F", "gated"),
-    [(2, 4, 3, 1024, True), (4, 4, 1, 2560, True), (4, 6, 2, 5120, True), (8, 1, 2, 512, False)],
+    ("N", "G", "P", "F", "gated", "codes"),
+    [
+        (2, 4, 3, 1024, True, False),
+        (4, 4, 1, 2560, True, False),
+        (4, 6, 2, 5120, True, False),
+        (8, 1, 2, 512, False, False),
+        (4, 4, 1, 2560, True, True),
+        (2, 4, 3, 1024, True, True),
+    ],
 )
-def test_row_of_attended_heads(N, G, P, F, gated):
-    parts, z, weight, want = row_kernels.attended(N, G, P, 256, F, gated)
+def test_row_of_attended_heads(N, G, P, F, gated, codes):
+    parts, z, weight, scales, want = row_kernels.attended(N, G, P, 256, F, gated, codes=codes)
 
     @jax.jit
     def call(parts, z, weight, length):
-        return attended_product(Parts(*parts), length, z, weight, group=G)
+        return attended_product(Parts(*parts), length, z, weight, scales, group=G, dtype=jnp.bfloat16)
 
     length = put([7], jnp.int32)
     got, after = call(parts, z, weight, length)
@@ -210,7 +222,7 @@ def test_row_of_attended_heads(N, G, P, F, gated):
 @pytest.mark.parametrize(("H", "F"), [(32, 2560), (48, 5120)])
 def test_row_of_heads_by_codes(H, F):
     args, want = row_kernels.heads_codes(H, 128, 1024, F, "silu")
-    call = jax.jit(functools.partial(heads_product.heads_product, eps=1e-6, activation="silu"))
+    call = jax.jit(functools.partial(row_product.heads_product, eps=1e-6, activation="silu"))
     close(want, call(*args), "y")
 
 
@@ -254,15 +266,18 @@ def test_layer_of_the_delta_rule(name):
 @pytest.mark.parametrize("length", [0, 100, 190])
 def test_latent_attention_of_a_row(length):
     """At the sizes of Ling-3.0-tiny, behind no token, some, and before the last slot."""
-    args, static, y, k_r, c = row_kernels.latent(16, 512, 128, 192, length)
-    *arrays, norm, _, values, k, v, at = args
+    (channels, q, norm, _, values, k, v, at), static, y, k_r, c = row_kernels.latent(
+        16, 512, 128, 192, length
+    )
     latents = latent_token.Latents(static["kv"], static["gate"], static["scale"], static["eps"], 1e4)
-    token = latent_token.LatentToken(*arrays, norm, values, k, v, at)
-    assert latent_token.takes(token, latents, None)
-    call = jax.jit(functools.partial(latent_token.latent_token, latents=latents))
-    got, new_k, new_v, after = call(token)
+    assert latent_token.takes(latents, channels, q, values, k, v, None)
+    call, token = (
+        jax.jit(functools.partial(latent_token.latent_token, latents)),
+        (channels, q, norm, values, k, v),
+    )
+    got, new_k, new_v, after = call(*token, at)
     for _ in range(REPEATS):
-        np.testing.assert_array_equal(call(token)[0], got)
+        np.testing.assert_array_equal(call(*token, at)[0], got)
     close(y, got, "y")
     close(k_r, new_k[0, length, 0], "k")
     close(c, new_v[0, length, 0], "c")

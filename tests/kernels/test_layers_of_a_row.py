@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import fused_oracle
 import jax
@@ -16,7 +17,7 @@ from layer_kernels import INTERPRET
 
 from gdn_jax.layers import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, RecurrentCache
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, from_stream, whole
-from gdn_jax.models import ExpertsConfig
+from gdn_jax.models import ExpertsConfig, LanguageModel
 from gdn_jax.models.attention import FixedAttentionCache
 from gdn_jax.models.config import LatentAttentionConfig, SigmoidRouting
 from gdn_jax.models.experts import Experts
@@ -24,12 +25,12 @@ from gdn_jax.models.inference.dense import DenseRow, DenseRows
 from gdn_jax.models.inference.experts import ExpertRow
 from gdn_jax.models.inference.latent import LatentRows
 from gdn_jax.models.inference.part import Call
-from gdn_jax.models.inference.program import ROWS
+from gdn_jax.models.inference.program import ROWS, for_decoding
 from gdn_jax.models.latent import LatentAttention
+from gdn_jax.models.presets import PRESETS
+from gdn_jax.parts import kernels
 from pallas_kernels.decode import channel_step, conv_update, step
-from pallas_kernels.layer import (
-    dense_stream,
-)
+from pallas_kernels.layer import dense_stream
 from pallas_kernels.token import delta_layer
 from pallas_kernels.token import plan as token_plan
 
@@ -193,6 +194,35 @@ def test_a_swiglu_of_one_row(small, monkeypatch):
     assert small == {"dense_stream": 1}
     close(want[0], got[0], "stream")
     # The plain form rounds the norm, both branches, h and the result.
-    close(fused_oracle.wide(want[1]), got[1], "y", 6, dtype="bfloat16")
+    close(fused_oracle.wide(want[1]), whole(got[1], x), "y", 6, dtype="bfloat16")
     rows = draw(2, 3, 512, dtype="bfloat16")
     close(fused_oracle.wide(plain(rows)), row(rows), "rows", 6, dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_kernels_of_a_token_hand_on_their_words():
+    """Each kernel of a model's token whose CTAs wait for each other takes the words that the one before has changed,
+    also over a layer of attention."""
+    config = PRESETS["qwen3.5-0.8b"]
+    sizes: dict = dict(num_layers=5, layer_types=config.types[:5], vocab_size=512)
+    config = dataclasses.replace(config, **sizes, dtype="bfloat16", weight_dtype="bfloat16")
+
+    def logits(token):
+        model = for_decoding(LanguageModel(config, rngs=nnx.Rngs(0)), 1)
+        mixers = [block.mixer for block in model.blocks]
+        cache = tuple(m.init_cache(1, 8) if m.attends else m.init_cache(1) for m in mixers)
+        return model(token, cache=cache)[0]
+
+    with kernels.trusted():
+        traced = jax.jit(logits).trace(jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    words = r"tensor<\d+x32xi32>"
+    made = re.findall(rf"(%\d+) = call @\w+\(\) : \(\) -> {words}", text)
+    taken, given = [], made
+    calls = re.findall(r"(%\d+):\d+ = call @\w+\((.*)\) : \((.*)\) -> \((.*)\)", text)
+    for name, operands, *types in calls:
+        taking, giving = ([bool(re.fullmatch(words, x)) for x in some.split(", ")] for some in types)
+        if any(taking):
+            taken.append(operands.split(", ")[taking.index(True)])
+            given.append(f"{name}#{giving.index(True)}")
+    assert len(taken) == 9 and taken == given[:-1]

@@ -349,7 +349,7 @@ def test_grids_of_a_number_of_multiprocessors(sms, monkeypatch):
         parts = attention_rows.Config.default(rows, 32768).parts
         assert 0.9 * sms * -(-rows * parts // sms) <= rows * parts or parts == 1
     for heads in (8, 16, 32):
-        plan = plan_of(heads, 1, 128, 2048, 2048, jnp.bfloat16, HeadDecay())
+        plan = plan_of(heads, 1, 128, 2048, 2048, (jnp.bfloat16,) * 2, HeadDecay())
         assert isinstance(plan, str) or plan.ctas <= most
 
     for heads, rows in ((8, 1), (16, 1), (32, 1), (64, 1), (32, 8)):

@@ -30,7 +30,7 @@ def test_layers_and_models_know_no_kernel_of_a_token():
     for path in FILES:
         found = re.findall(r"@token_op\ndef (\w+)|(\w+) = token_op\(", path.read_text())
         operations |= {f"{module_name(path)}.{a or b}" for a, b in found}
-    assert {"gdn_jax.parts.token.mix_token", "gdn_jax.parts.routing.routed_stream"} <= operations
+    assert {"gdn_jax.parts.delta_layer.delta_layer", "gdn_jax.parts.routing.routed_stream"} <= operations
     modules = {name.rpartition(".")[0] for name in operations}
     for path in FILES:
         package, *folders = path.relative_to(ROOT).parent.parts

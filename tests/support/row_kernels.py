@@ -13,8 +13,8 @@ from fused_oracle import wide
 
 from gdn_jax.parts import block_weights
 from gdn_jax.parts import delta_layer as fused
-from gdn_jax.parts.token import ChannelGates, HeadGates
-from gdn_jax.shapes import Choice, Convolution
+from gdn_jax.parts.delta_layer import Gates
+from gdn_jax.shapes import Choice, Convolution, LayerScales
 
 IN_TURN = 4 * 256**0.5 * 2.0**-24
 """Two sums of 256 numbers one behind the other, the norm's and the product's. Errors of 2^-24 of a term add in
@@ -155,7 +155,7 @@ def heads_codes(H: int, V: int, others: int, F: int, activation: str):
 
 
 def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
-    """Arguments of `parts.heads_product`, the gates behind other channels, and what it gives."""
+    """Arguments of `parts.row_product.heads_product`, the gates behind other channels, and what it gives."""
     draw = draws(seed)
     o, channels, norm = (
         draw(H, V, dtype="bfloat16"),
@@ -167,9 +167,10 @@ def heads(H: int, V: int, others: int, F: int, activation: str, seed: int = 0):
     return (o, channels, norm, weight), y.reshape(1, -1) @ wide(weight).T
 
 
-def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0):
+def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0, *, codes: bool = False):
     """What `attended_product` takes of N key heads and G heads of each, filled up to eight with NaN: parts, the gates
-    after other heads, and the matrix; and what it gives. The last part of several saw no token."""
+    after other heads, the matrix and the scales of one of codes; and what it gives. The last part of several saw no
+    token."""
     draw, rng = draws(seed), np.random.default_rng(seed)
     o, total = rng.normal(size=(N, P, G, V)), rng.uniform(0.5, 2, (N, P, G))
     largest = rng.normal(size=(N, P, G))
@@ -177,15 +178,18 @@ def attended(N: int, G: int, P: int, V: int, F: int, gated: bool, seed: int = 0)
         o[:, -1], total[:, -1], largest[:, -1] = 0, 0, -np.inf
     factor = np.exp2(largest - largest.max(1, keepdims=True))
     seen = (factor[..., None] * o).sum(1) / (factor * total).sum(1)[..., None]
-    z, weight = draw(N * G + 1, V, dtype="bfloat16"), draw(F, N * G * V, dtype="bfloat16")
+    z, weight, scales = draw(N * G + 1, V, dtype="bfloat16"), draw(F, N * G * V, dtype="bfloat16"), None
+    W = wide(weight)
+    if codes:
+        weight, scales, W = matrix_of_codes(F, N * G * V, seed)
     gates = wide(z)[1:].reshape(N, G, V)
     v = seen / (1 + np.exp(-gates)) if gated else seen
     fill = [(0, 0), (0, 0), (0, 8 - G)]
     parts = [
         np.pad(x, fill + [(0, 0)] * (x.ndim - 3), constant_values=np.nan)[None] for x in (o, largest, total)
     ]
-    want = v.reshape(1, -1) @ wide(weight).T
-    return [put(x, "float32") for x in parts], z if gated else None, weight, want
+    want = v.reshape(1, -1) @ W.T
+    return [put(x, "float32") for x in parts], z if gated else None, weight, scales, want
 
 
 def same_bits(x, y) -> None:
@@ -247,7 +251,7 @@ def _softplus(x):
 
 
 HEADS = Decay(
-    lambda H, HV, first, K, doubled: HeadGates(H, first, first + HV, doubled),
+    lambda H, HV, first, K, doubled: Gates(H, first, first + HV, doubled),
     lambda HV, K: HV,
     lambda HV, K: (HV,),
     lambda x, A_log: (-np.exp(A_log) * _softplus(x))[:, None],
@@ -255,12 +259,30 @@ HEADS = Decay(
 )
 BOUND = -5.0
 CHANNELS = Decay(
-    lambda H, HV, first, K, doubled: ChannelGates(H, first, first + HV * K, doubled, BOUND),
+    lambda H, HV, first, K, doubled: Gates(H, first, first + HV * K, doubled, BOUND),
     lambda HV, K: HV * K,
     lambda HV, K: (HV, K),
     lambda x, A_log: BOUND * fused_oracle.sigmoid(np.exp(A_log)[:, None] * x),
     "sigmoid",
 )
+
+
+def _coded(layer: fused.Layer, gates: Any, values: int, seed: int):
+    """The layer with codes of all rows that are whole heads, its gates, and what both matrices mean."""
+    (F, D), (E, G) = layer.inputs.shape, layer.output.shape
+    first = gates.decay if gates.strength - gates.decay < 128 else gates.strength
+    rows, last = first + values, gates.strength + layer.dt_bias.shape[0]
+    codes, of_inputs, W_in = matrix_of_codes(rows, D, seed)
+    outputs, of_output, W_out = matrix_of_codes(E, G, seed + 1)
+    scales = LayerScales(
+        of_inputs[:, ::128] * D**-0.5, of_output[:, ::128] * G**-0.5, layer.inputs[first:last]
+    )
+    decay = gates.decay if first > gates.decay else rows
+    gates = gates._replace(decay=decay, strength=rows + gates.strength - first)
+    W_in = np.concatenate(
+        [W_in[:first] * D**-0.5, wide(layer.inputs)[first : F - values], W_in[first:] * D**-0.5]
+    )
+    return layer._replace(inputs=codes, output=outputs, scales=scales), gates, W_in, W_out * G**-0.5
 
 
 def delta_layer(
@@ -275,6 +297,7 @@ def delta_layer(
     bias: bool = False,
     doubled: bool = False,
     dtype: str = "bfloat16",
+    codes: bool = False,
 ):
     """Arguments of `parts.delta_layer.delta_layer`, of a layer of H heads of k, its gates and options, and what it
     gives: s, y, and the states of the convolution and of the rule.
@@ -285,6 +308,8 @@ def delta_layer(
       bias: whether the convolution has one.
       doubled: whether beta is 2 sigmoid(b).
       dtype: of both matrices and of the convolution.
+      codes: whether both matrices are codes of E4M3, whose blocks have unlike scales, but for rows of decays and
+        strengths of a head.
     """
     draw, keys, HV = draws(seed), H * K, HV or H
     values, decays = HV * K, decay.width(HV, K)
@@ -299,9 +324,12 @@ def delta_layer(
     convolution = Convolution(window, filters, added)
     layer = fused.Layer(norm, inputs, convolution, A_log, dt_bias, state, output_norm, output)
     gates, options = decay.seam(H, HV, C, K, doubled), fused.Options(1e-6, 1e-5, decay.activation)
+    W_in, W_out = wide(inputs), wide(output)
+    if codes:
+        layer, gates, W_in, W_out = _coded(layer, gates, values, seed)
 
     s, n = fused_oracle.add_norm(x, wide(y).sum(0) if parts else 0.0, norm, 1e-6)
-    channels = (n @ wide(inputs).T)[0]
+    channels = (n @ W_in.T)[0]
     past = np.concatenate([wide(window)[0], channels[:C, None]], axis=1)
     total = np.sum(past * wide(filters), axis=1) + (wide(added) if bias else 0.0)
     q, k, v = np.split(total * fused_oracle.sigmoid(total), [keys, 2 * keys])
@@ -313,5 +341,5 @@ def delta_layer(
     S = S + k[..., None] * (beta * (v.reshape(HV, K) - np.einsum("hk,hkv->hv", k, S)))[:, None]
     o = K**-0.5 * np.einsum("hk,hkv->hv", q, S)
     z = channels[F - values :].reshape(HV, K)
-    out = fused_oracle.gated_norm(o, z, output_norm, 1e-5, decay.activation).reshape(1, -1) @ wide(output).T
+    out = fused_oracle.gated_norm(o, z, output_norm, 1e-5, decay.activation).reshape(1, -1) @ W_out.T
     return (x, y, layer, gates, options), (s, out, past[None, :, 1:], S[None])

@@ -10,7 +10,6 @@ from gdn_jax.layers.blocks import Projection, RMSNorm, normalise_first
 from gdn_jax.models.attention import Attention, FixedAttentionCache, WindowCache
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
-    BlockGroup,
     ProjectionOfGroup,
     group_of,
     group_projections,
@@ -19,7 +18,7 @@ from gdn_jax.models.inference.projections import (
 )
 from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts.cached_attention import Heads, Place, attended_token, cached_attention, takes
-from gdn_jax.parts.products import Addend
+from gdn_jax.parts.products import Addend, with_words, words_of
 
 
 class AttentionRows(Attention, Reader):
@@ -63,7 +62,7 @@ class AttentionRows(Attention, Reader):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], Any]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, Any]]:
         """See `layers.blocks.from_stream`."""
         inputs: list[Any] = self.inputs()
         group, cache = group_of(inputs), cache_alone(options)
@@ -72,7 +71,8 @@ class AttentionRows(Attention, Reader):
         self._check_call(x, cache, None, None, False)
         x, channels = group.from_stream(norm, x, y, self.implementation, self.after(1))
         places = [slice(linear.start, linear.stop) for linear in inputs]
-        return x, self.of_channels(channels, places, cache)
+        out, cache = self.of_channels(channels, places, cache)
+        return x, (with_words(out, words_of(y)), cache)
 
     def of_channels(
         self, channels: Float[Array, "B T F"], places: list[slice], cache: Any
@@ -132,17 +132,15 @@ class AttentionRows(Attention, Reader):
             or type(cache) is not FixedAttentionCache
         ):
             return None
-        if not isinstance(last, ProjectionOfGroup) or not last.is_alone or isinstance(last.group, BlockGroup):
+        if not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
-        arrays, (norms, heads), output = (
-            (channels[:, 0], cache.k, cache.v),
-            self._known(),
-            last.group.weight[...],
-        )
-        if not takes(*arrays, heads, self.implementation, output):
+        group: Any = last.group
+        arrays, output = (channels[:, 0], cache.k, cache.v), (group.weight[...], group.scales_of_blocks())
+        norms, heads = self._known()
+        if not takes(*arrays, heads, self.implementation, *output):
             return None
         static: Any = dict(is_gated=bool(gate), ahead=self.after(2))
-        y, *after = attended_token(*arrays, cache.length, norms, output, heads, **static)
+        y, *after = attended_token(*arrays, cache.length, norms, *output, heads, **static)
         return y[None], FixedAttentionCache(*after)
 
     def place(self, cache: Any) -> Place:

@@ -13,7 +13,7 @@ from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
 from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.models.inference.projections import PartsOfProjection, ProjectionGroup, ProjectionOfGroup
 from gdn_jax.parts import block_weights, dense_stream
-from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.products import Addend, array_of, with_words, words_after
 from gdn_jax.parts.swiglu import gated
 
 
@@ -68,13 +68,15 @@ class DenseRow(Reader):
 
     def from_stream(
         self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"]]:
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*S D"] | Addend]:
         """See `layers.blocks.from_stream`: the MLP of one row is float32."""
         gate_up, down, *scales = [weight[...] for weight in self._weights()]
         if not dense_stream.takes(x, gate_up, down, self.implementation):
             return normalise_first(self, norm, x, y)
-        arrays, ahead = (norm.scale(jnp.float32), gate_up, down, *scales), self.after(2)
-        return dense_stream.dense_stream(x, array_of(y), *arrays, eps=norm.eps, ahead=ahead)
+        arrays, words = (norm.scale(jnp.float32), gate_up, down, *scales), words_after(y)
+        static: Any = dict(eps=norm.eps, ahead=self.after(2), words=words)
+        s, z = dense_stream.dense_stream(x, array_of(y), *arrays, **static)
+        return s, with_words(z, words)
 
     def token_weights(self) -> list[nnx.Param]:
         """See `Reader.token_weights`."""

@@ -14,7 +14,7 @@ from gdn_jax.models.inference.dense import DenseRows
 from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.parts import routing
 from gdn_jax.parts.experts import SharedExpert
-from gdn_jax.parts.products import Addend, array_of, transposed_product
+from gdn_jax.parts.products import Addend, array_of, transposed_product, with_words, words_after
 
 
 class ExpertRows(Experts):
@@ -61,14 +61,16 @@ class ExpertRow(Experts, Reader):
 
     def from_stream(
         self, norm: RMSNorm, x: Float[Array, "*S D"], y: Float[Array, "*P D"] | Addend | None
-    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"]]:
+    ) -> tuple[Float[Array, "*S D"], Float[Array, "*Q D"] | Addend]:
         """See `layers.blocks.from_stream`. The result is in parts."""
         if not self.takes(x):
             return normalise_first(self, norm, x, y)
         bias = None if self.router_bias is None else self.router_bias[...]
         arrays = norm.scale(jnp.float32), self.router_rows[...], bias, self.gate_up[...], self.down[...]
-        static = dict(eps=norm.eps, ahead=self.after(len(self.token_weights())))
-        return routing.routed_stream(x, array_of(y), *arrays, self._shared(), self.choice(), **static)
+        words = words_after(y)
+        static: Any = dict(eps=norm.eps, ahead=self.after(len(self.token_weights())), words=words)
+        s, z = routing.routed_stream(x, array_of(y), *arrays, self._shared(), self.choice(), **static)
+        return s, with_words(z, words)
 
     def takes(self, x: Float[Array, "*S D"]) -> bool:
         """Whether the kernel takes a stream: one row, on one device."""

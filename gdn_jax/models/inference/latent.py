@@ -13,7 +13,7 @@ from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.latent import LATENT_NORM_EPS, LatentAttention
 from gdn_jax.parts import latent_token, row_product
 from gdn_jax.parts.cached_attention import Place
-from gdn_jax.parts.latent_token import Latents, LatentToken
+from gdn_jax.parts.latent_token import Latents
 from gdn_jax.parts.products import transposed_product
 
 
@@ -88,10 +88,10 @@ class LatentRows(AttentionRows, LatentAttention):
         first = gate[0].start if gate else None
         latents = Latents(kv.start, first, a.key_dim**-0.5, LATENT_NORM_EPS, a.rope_theta)
         norm, values = self.kv_a_norm.scale(jnp.float32), self.value_rows[...].astype(q_b.dtype)
-        token = LatentToken(channels.reshape(1, -1), q_b.reshape(1, -1), norm, values, *cache)
-        if not latent_token.takes(token, latents, self.implementation):
+        row, q = channels.reshape(1, -1), q_b.reshape(1, -1)
+        if not latent_token.takes(latents, row, q, values, cache.k, cache.v, self.implementation):
             return None
-        o, *after = latent_token.latent_token(token, latents)
+        o, *after = latent_token.latent_token(latents, row, q, norm, values, *cache)
         return self.o_proj(o[None]), FixedAttentionCache(*after)
 
     def halves_of(self, q: Float[Array, "B T F"]) -> tuple[Float[Array, "B T H N"], Float[Array, "B T H R"]]:

@@ -30,11 +30,13 @@ class Group(nnx.Module):
     Fields:
       weight: rows of all projections, [outputs, D].
       blocks: scales for every column of each block of 128 rows, where weights are in 8 bits; else None.
+      whole_blocks: a scale for each block of 128 x 128, where there is one; else None.
       dtype: of the products; None: the dtype that input and weight promote to.
     """
 
     weight: nnx.Param
     blocks: nnx.Param | None = None
+    whole_blocks: nnx.Param | None = None
     dtype: Any
 
     def takes(self, x: Float[Array, "*S D"], implementation: str | None) -> bool:
@@ -103,6 +105,7 @@ class BlockGroup(Group):
         rows = [n for linear in linears for n in (linear.out_features, linear.kernel_blocks.rows)]
         if all(n % block_weights.BLOCK == 0 for n in rows):
             of_blocks = self.scales[...][:: block_weights.BLOCK]
+            self.whole_blocks = nnx.Param(of_blocks)
             self.blocks = nnx.Param(jnp.repeat(of_blocks, block_weights.BLOCK, axis=1)[:, :D])
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S F"]:

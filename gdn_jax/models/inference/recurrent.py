@@ -1,6 +1,7 @@
 """Recurrent layers for single tokens: projections of one input are one product, which kernels read as it lies, and of
 one row the norm and the layer are one kernel."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
     BlockGroup,
     FactorGroup,
+    ProjectionGroup,
     ProjectionOfGroup,
     group_factors,
     group_of,
@@ -22,23 +24,28 @@ from gdn_jax.models.inference.projections import (
     parts_of,
     weights_of,
 )
-from gdn_jax.parts import delta_layer, heads_product, token
+from gdn_jax.parts import delta_layer, row_product
+from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.kernels import is_whole, token_op, usable
 from gdn_jax.parts.norms import gated_norm_of_channels
-from gdn_jax.parts.products import Addend, array_of
+from gdn_jax.parts.products import Addend, array_of, with_words, words_after, words_of
 from gdn_jax.rules.gated_delta import GATED_DELTA
+from gdn_jax.serving import mixing
 from gdn_jax.serving.call import At
 from gdn_jax.serving.call import Call as TokenCall
 from gdn_jax.serving.shards import by_heads
 from gdn_jax.serving.states import StateKernels
 from gdn_jax.serving.tokens import Raw, heads_of
-from gdn_jax.shapes import Convolution
+from gdn_jax.shapes import Convolution, LayerScales
 
 INPUTS = tuple(f"{name}_proj" for name in ("q", "k", "v", "a", "f", "f_a", "g_a", "b", "w", "g"))
 """Projections of the layer's input, in the order in which its kernels take them. First factors are neighbours: a
 `FactorGroup` reads them where they lie."""
 FACTORS = "fg"
 """Projections that may have two factors: to the decay and to the output gate."""
+
+
+mix_token = token_op(mixing.mix_token)
 
 
 class RecurrentRows(Reader):
@@ -83,11 +90,16 @@ class RecurrentRows(Reader):
         """The product that begins with q, k and v; None where they are none."""
         return group_of((self.mixer.q_proj, self.mixer.k_proj, self.mixer.v_proj))
 
-    def gates(self) -> token.Gates | None:
-        """Heads and gates of a layer all of whose projections of x are one product, which ends in the output gate.
+    def gates(self) -> Gates | None:
+        """Heads and gates of a layer all of whose projections of x are one product, which ends in the output gate;
+        and of one in 8 bits, whose projections to decays and strengths are another.
 
         None of another, and of a rule that has no kernels of a token.
         """
+        return None
+
+    def narrow_group(self) -> Any:
+        """The product of the projections to decays and strengths alone, beside one in 8 bits; None of others."""
         return None
 
     def token_weights(self) -> list[nnx.Param]:
@@ -102,19 +114,15 @@ class RecurrentRows(Reader):
         Args:
           x: inputs.
           cache: of the tokens before.
-          slots: where in the cache each row is, as for `parts.token.Token`.
+          slots: where in the cache each row is, as for `serving.mixing.mix_token`.
         """
-        return self._by_kernels(x, cache, slots)
+        del x, cache, slots
 
     def _known(self, cache) -> tuple[Convolution, Array | None, Array, Array]:
         """The convolution, A_log, dt_bias and the states of the rule, as kernels of a token take them."""
         m = self.mixer
         A_log = None if m.A_log is None else m.A_log[...]
         return Convolution(cache.conv, *m.filters()), A_log, m.dt_bias[...], cache.state
-
-    def _by_kernels(self, x, cache, slots) -> tuple[Array, RecurrentCache] | None:
-        """See `by_kernels`."""
-        del x, cache, slots
 
     def _by_parts(self, x, cache):
         """A token by the parts of the layer."""
@@ -141,18 +149,26 @@ class TokenRows(RecurrentRows):
     Args: those of `RecurrentRows`.
     """
 
-    def gates(self) -> token.Gates | None:
+    def gates(self) -> Gates | None:
         """See `RecurrentRows.gates`."""
-        *raw, of = self._raw_gates()
-        last: list[Any] = [factors[-1] for factors in raw]
-        if not self._ends_in_gate() or self.mixer.conv_weight is None:
+        m, last, first = self.mixer, [factors[-1] for factors in self._raw_gates()], 0
+        if not self._ends_in_gate() or m.conv_weight is None:
             return None
-        return (
-            None if group_of((self.mixer.q_proj, *last)) is None else of(*(linear.start for linear in last))
-        )
+        if group_of((m.q_proj, *last)) is None:
+            if self.narrow_group() is None:
+                return None
+            first = self.group.outputs
+        decay, strength = (first + linear.start for linear in last)
+        return Gates(m.num_heads, decay, strength, m.allow_neg_eigval, m.lower_bound)
 
-    def _raw_gates(self) -> tuple[Any, Any, Any]:
-        """Factors of the projections to the raw inputs of decays and of strengths; makes `Gates` of their places."""
+    def narrow_group(self) -> Any:
+        """See `RecurrentRows.narrow_group`."""
+        raw = self._raw_gates()
+        is_narrow = isinstance(self.group, BlockGroup) and all(len(factors) == 1 for factors in raw)
+        return group_of([linear for factors in raw for linear in factors]) if is_narrow else None
+
+    def _raw_gates(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Factors of the projections to the raw inputs of decays and of strengths."""
         raise NotImplementedError
 
     def from_stream(
@@ -161,10 +177,10 @@ class TokenRows(RecurrentRows):
         x: Float[Array, "B T D"],
         y: Float[Array, "P T D"] | Addend | None,
         **options: Any,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"], RecurrentCache | None]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "Q T D"] | Addend, RecurrentCache | None]]:
         """See `layers.blocks.from_stream`: of one row and projections in 8 bits the norm is made in the kernels of
         the products."""
-        cache, (*raw, _), implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
+        cache, raw, implementation = cache_alone(options), self._raw_gates(), self.mixer.implementation
         groups = self.group, group_of([linear for factors in raw for linear in factors])
         if cache is not None and self._ends_in_gate() and isinstance(groups[0], BlockGroup):
             if all(group is not None and group.takes(x, implementation) for group in groups):
@@ -172,28 +188,33 @@ class TokenRows(RecurrentRows):
                 _, gates = groups[1].from_stream(norm, s, None, implementation)
                 arrays = [(gates, linear.start) for (linear,) in raw]
                 if (found := self._token(channels, arrays, None, cache)) is not None:
-                    return s, found
+                    return s, (with_words(found[0], words_of(y)), found[1])
         return normalise_first(self, norm, x, y, **options)
 
-    def _by_kernels(self, x, cache, slots):
+    def by_kernels(self, x, cache, slots=None):
+        """See `RecurrentRows.by_kernels`."""
         if self.mixer.conv_weight is None or not is_whole(x, *cache):
             return None
-        *raw, _ = self._raw_gates()
         channels = self.mixer.project_qkv(x) if self.group is None else self.group(x)
-        return self._token(channels, [_raw(factors, x) for factors in raw], x, cache, slots)
+        return self._token(channels, [_raw(factors, x) for factors in self._raw_gates()], x, cache, slots)
 
     def _token(self, channels, raw, x, cache, slots=None):
         """A token from its products, and its gates' products with their places; None where no kernel takes it."""
-        *_, of = self._raw_gates()
-        arrays, starts = zip(*raw, strict=True)
-        qkv, decay, strength = (a[:, 0] for a in (channels, *arrays))
-        known, gates = token.Token(qkv, decay, strength, *self._known(cache), slots), of(*starts)
-        if not token.takes(known, gates, self.mixer.implementation):
+        m, row, (convolution, A_log, dt_bias, state) = self.mixer, channels[:, 0], self._known(cache)
+        why = mixing.reason(row, m.num_heads, convolution, cache.state)
+        if not usable(m.implementation, mixing.kernel(), part="the step of a token", reason=why):
             return None
-        o, *after = token.mix_token(known, gates)
+        gates = [(array[:, 0], start) for array, start in raw]
+        arrays = gates, row, convolution, A_log, dt_bias, state, slots
+        o, *after = mix_token(self._call(), m.num_heads, *arrays)
         o = o[:, None]
         y = self._of_heads(o, channels) if self._ends_in_gate() else self._output(o, x)
         return y, RecurrentCache(*after)
+
+    def _call(self) -> TokenCall:
+        """Options of the rule."""
+        m = self.mixer
+        return TokenCall(m.head_dim**-0.5, allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
 
     def _of_heads(self, o, channels):
         """`_gated`, of one row by one kernel."""
@@ -201,10 +222,10 @@ class TokenRows(RecurrentRows):
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
             group: Any = last.group
             matrix, scales = group.weight[...], group.scales_of_blocks()
-            if heads_product.takes(row, channels.shape[-1], matrix, self.mixer.implementation, scales):
+            if row_product.takes_heads(row, channels.shape[-1], matrix, self.mixer.implementation, scales):
                 static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=self.after(2))
                 arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix, scales
-                return heads_product.heads_product(*arrays, **static)[None]
+                return row_product.heads_product(*arrays, **static)[None]
         if self.last is None:
             return self._gated(o, channels)
         static: Any = dict(activation=self.mixer.activation, implementation=self.mixer.implementation)
@@ -235,13 +256,11 @@ class HeadRows(TokenRows):
         return cls(mixer) if mixer.rule == GATED_DELTA else mixer
 
     def _raw_gates(self):
-        m = self.mixer
-        of = partial(token.HeadGates, m.num_heads, allow_neg_eigval=m.allow_neg_eigval)
-        return [m.a_proj], [m.b_proj], of
+        return [self.mixer.a_proj], [self.mixer.b_proj]
 
-    def _by_kernels(self, x, cache, slots):
+    def by_kernels(self, x, cache, slots=None):
         """See `RecurrentRows.by_kernels`: on a mesh, and without a convolution, the rule alone is a kernel."""
-        found = super()._by_kernels(x, cache, slots)
+        found = super().by_kernels(x, cache, slots)
         if found is not None or slots is not None:
             return found
         m = self.mixer
@@ -251,8 +270,7 @@ class HeadRows(TokenRows):
         raw = Raw(*heads_of(y[:, 0], pool), a[:, 0], b[:, 0], None, m.A_log[...], m.dt_bias[...])
         if not usable(m.implementation, part="the step of a token", reason=pool.reason(raw, at)):
             return None
-        step = StateKernels.decode, TokenCall(m.head_dim**-0.5, allow_neg_eigval=m.allow_neg_eigval)
-        o, state = token_op(by_heads)(step, pool, raw, at)
+        o, state = token_op(by_heads)((StateKernels.decode, self._call()), pool, raw, at)
         return m.rule_output(o[:, None], x), RecurrentCache(conv, state)
 
 
@@ -268,9 +286,7 @@ class ChannelRows(TokenRows):
         return super().of(mixer, call) if mixer.bound == "sigmoid" else RecurrentRows.of(mixer, call)
 
     def _raw_gates(self):
-        m = self.mixer
-        options: Any = dict(allow_neg_eigval=m.allow_neg_eigval, lower_bound=m.lower_bound)
-        return m.factors("f"), [m.b_proj], partial(token.ChannelGates, m.num_heads, **options)
+        return self.mixer.factors("f"), [self.mixer.b_proj]
 
 
 class DeltaRow(RecurrentRows):
@@ -284,7 +300,8 @@ class DeltaRow(RecurrentRows):
         super().__init__(rows.mixer)
         self.rows = rows
 
-    def _by_kernels(self, x, cache, slots):
+    def by_kernels(self, x, cache, slots=None):
+        """See `RecurrentRows.by_kernels`."""
         return self.rows.by_kernels(x, cache, slots)
 
     def from_stream(
@@ -300,8 +317,9 @@ class DeltaRow(RecurrentRows):
         if found is None or not delta_layer.takes(x, *found, self.mixer.implementation):
             return from_stream(self.rows)(norm, x, y, **options)
         static = delta_layer.Options(norm.eps, self.mixer.o_norm.eps, self.mixer.activation)
-        after, out, *states = delta_layer.delta_layer(x, array_of(y), *found, static, self.after(2))
-        return after, (out, RecurrentCache(*states))
+        words = words_after(y)
+        after, out, *states = delta_layer.delta_layer(x, array_of(y), *found, static, self.after(2), words)
+        return after, (with_words(out, words), RecurrentCache(*states))
 
     def takes(self) -> bool:
         """Whether the kernel takes a token of one row of this layer."""
@@ -309,14 +327,23 @@ class DeltaRow(RecurrentRows):
         found = self._layer(jnp.ones(width), self.init_cache(1))
         return found is not None and delta_layer.takes(jnp.zeros((1, 1, width)), *found, implementation)
 
-    def _layer(self, norm, cache) -> tuple[delta_layer.Layer, token.Gates] | None:
+    def _layer(self, norm, cache) -> tuple[delta_layer.Layer, Gates] | None:
         """Arguments of `parts.delta_layer`; None where the layer's products are not what it reads."""
         m, gates, last = self.mixer, self.rows.gates(), self.mixer.o_proj
         if gates is None or not isinstance(last, ProjectionOfGroup) or not last.is_alone:
             return None
-        inputs, output = self.group.weight[...], last.group.weight[...]
-        output_norm = m.o_norm.scale(jnp.float32)
-        return delta_layer.Layer(norm, inputs, *self._known(cache), output_norm, output), gates
+        inputs, output = self.group, last.group
+        known = *self._known(cache), m.o_norm.scale(jnp.float32), output.weight[...]
+        layer = delta_layer.Layer(norm, inputs.weight[...], *known)
+        if not isinstance(inputs, BlockGroup):
+            return layer, gates
+        narrow = self.rows.narrow_group()
+        if not isinstance(output, BlockGroup) or not isinstance(narrow, ProjectionGroup):
+            return None
+        if inputs.whole_blocks is None or output.whole_blocks is None:
+            return None
+        scales = LayerScales(inputs.whole_blocks[...], output.whole_blocks[...], narrow.weight[...])
+        return layer._replace(scales=scales), gates
 
 
 def grouped(mixer: RecurrentMixer) -> RecurrentMixer:
