@@ -3,6 +3,7 @@
 It lies next to the packages because importing anything inside `gdn_jax` imports JAX first, which takes seconds.
 """
 
+import difflib
 import importlib.util
 import os
 import re
@@ -48,6 +49,21 @@ USAGE = f"""usage: gdn COMMAND ...
 Every command has --help. gdn --version prints the version.
 """
 
+BENCHMARKS = (
+    "rule",
+    "kernels",
+    "parts",
+    "step",
+    "generate",
+    "decode",
+    "prefill",
+    "serve",
+    "scale",
+    "devices",
+    "all",
+)
+"""What `gdn bench` times; without a name it is the rule."""
+
 FIRST_WORDS = {
     "train": (*TASKS,),
     "generate": "a run folder",
@@ -56,7 +72,7 @@ FIRST_WORDS = {
     "sweep": tuple(task for task in TASKS if task != "tokens"),
     "reproduce": None,
     "check": None,
-    "bench": None,
+    "bench": BENCHMARKS,
 }
 """The commands with their first words: one of several names, a thing in words, or None: the command checks it."""
 
@@ -86,44 +102,51 @@ def answer(argv: list[str]) -> int | None:
         return 0
     command, first = argv[0], argv[1] if len(argv) > 1 else None
     if command not in FIRST_WORDS:
-        return _refuse(f"gdn: expected a command {_one_of(FIRST_WORDS)}, got {command} (see gdn --help)")
-    expected, help_alone = FIRST_WORDS[command], first in ("-h", "--help")
-    if isinstance(expected, tuple) and help_alone:
-        print(USAGE, end="")
-        return 0
-    if isinstance(expected, tuple) and first not in expected:
-        return _refuse(f"gdn {command}: expected a task {_one_of(expected)}, got {first or 'none'}")
-    if isinstance(expected, str) and first is None:
-        return _refuse(f"gdn {command}: expected {expected}, got none (see gdn {command} --help)")
-    if isinstance(expected, str) and first.startswith("-") and not help_alone:
-        return _refuse(f"gdn {command}: expected the run folder before the options, got {first}")
-    if unknown := [] if {"-h", "--help"} & {*argv} else _unknown(argv[1:]):
+        return _refuse(f"gdn: expected a command {_named(FIRST_WORDS, command)} (see gdn --help)")
+    expected, wants_help = FIRST_WORDS[command], bool({"-h", "--help"} & {*argv})
+    if command == "bench":
+        if first is not None and not first.startswith("-") and first not in BENCHMARKS:
+            return _refuse(f"gdn bench: expected a benchmark {_named(BENCHMARKS, first)}")
+    elif isinstance(expected, tuple):
+        if first in ("-h", "--help"):
+            print(USAGE, end="")
+            return 0
+        if first not in expected:
+            return _refuse(f"gdn {command}: expected a task {_named(expected, first)}")
+    elif isinstance(expected, str):
+        if first is None:
+            return _refuse(f"gdn {command}: expected {expected}, got none (see gdn {command} --help)")
+        if first.startswith("-") and not wants_help:
+            return _refuse(f"gdn {command}: expected the run folder before the options, got {first}")
+    rest = argv[1:] if command == "check" or first is None or first.startswith("-") else argv[2:]
+    if unknown := "" if wants_help else _unknown(rest):
         named = [command, first] if isinstance(expected, tuple) else [command]
-        if command == "bench":
-            named.append("rule" if first.startswith("-") else first)
-        return _refuse(f"gdn: Unrecognized options: {', '.join(unknown)} (see gdn {' '.join(named)} --help)")
+        if command == "bench" and rest == argv[1:]:
+            named[1] = "rule"
+        return _refuse(f"gdn: Unrecognized options: {unknown} (see gdn {' '.join(named)} --help)")
     return None
 
 
-def _unknown(words: list[str]) -> list[str]:
-    """Options of a command line that no command has, with their values.
+def _unknown(words: list[str]) -> str:
+    """Options of a command line that no command has, with their values, and words before the first option.
 
     An option is a field of a class of the package. This function does not ask which class a command reads, so an
     option of another command is refused after the imports.
     """
     starts = [at for at, word in enumerate(words) if word.startswith("--")]
+    stray = words[: starts[0]] if starts else words
+    wrong = [] if any(word.startswith("-") for word in stray) else stray
     typed = [words[at:end] for at, end in zip(starts, [*starts[1:], None], strict=False)]
     if not typed:
-        return []
+        return ", ".join(wrong)
     files = (file.read_text(encoding="utf-8") for file in _package().rglob("*.py"))
     names = {name for text in files for name in re.findall(r"^    ([a-z]\w*): ", text, re.MULTILINE)}
     known = {name.rstrip("_").replace("_", "-") for name in names}
-    wrong = []
     for option in typed:
         name = option[0].partition("=")[0].removeprefix("--").replace("_", "-")
         if not {name, name.removeprefix("no-")} & known:
             wrong.append(" ".join(option))
-    return wrong
+    return ", ".join(wrong)
 
 
 def _package() -> Path:
@@ -140,9 +163,12 @@ def _version() -> str:
     return version
 
 
-def _one_of(names: Any) -> str:
+def _named(names: Any, got: str | None) -> str:
+    """What a word may be, what it is, and the name that it nearly is."""
     *others, last = names
-    return f"{', '.join(others)} or {last}"
+    near = difflib.get_close_matches(got or "", names, 1, 0.75)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{', '.join(others)} or {last}, got {got or 'none'}{meant}"
 
 
 def _refuse(message: str) -> int:

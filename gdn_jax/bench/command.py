@@ -8,7 +8,7 @@ from rich.console import Console
 
 from gdn_jax.bench import decode, devices, generate, kernels, parts, prefill, rule, scale, serve, step, whole
 from gdn_jax.bench.benchmark import run, sized
-from gdn_jax.commands.parsing import Usage, parse
+from gdn_jax.commands.parsing import parse
 
 BENCHMARKS: dict[str, tuple[type, Any]] = {
     "rule": (rule.RuleBenchmark, rule),
@@ -29,16 +29,16 @@ BENCHMARKS: dict[str, tuple[type, Any]] = {
 def main(argv: list[str]) -> int:
     """Entry of `gdn bench`; 0 when everything was right and timed, else 1.
 
+    Args:
+      argv: a name of BENCHMARKS, which `gdn_command` has checked, and options, or options alone.
+
     Raises:
-      Usage: there is no such benchmark.
       RunError: an option does not fit.
     """
     import tyro
 
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["rule", *argv]
-    elif argv and argv[0] not in (*BENCHMARKS, "-h", "--help"):
-        raise Usage(f"gdn bench: expected one of {', '.join(BENCHMARKS)}, got {argv[0]}")
 
     def subcommand(name: str, cls: type, text: str) -> Any:
         # The help of one benchmark is whole, in the list of all it is a line.

@@ -157,8 +157,8 @@ NO_KERNELS = "(the default device is a cpu; the kernels need an NVIDIA GPU)"
         ("scale --xla xla_gpu_x", "--xla: expected options with a value, as in"),
         (
             "walk",
-            "expected one of rule, kernels, parts, step, generate, decode, prefill, serve, scale, devices, all, "
-            "got walk",
+            "expected a benchmark rule, kernels, parts, step, generate, decode, prefill, serve, scale, devices or "
+            "all, got walk",
         ),
         ("--width 257", "--width: expected 1 to 256, got 257"),
         (

@@ -248,6 +248,8 @@ def test_the_installed_command_is_that_one():
         ("--version", 0, "gdn-jax "),
         ("train --help", 0, "usage: gdn"),
         ("fly", 2, "gdn: expected a command train, generate, "),
+        ("bench stpe", 2, "gdn bench: expected a benchmark rule, kernels, "),
+        ("train bytes book.txt", 2, "gdn: Unrecognized options: book.txt (see gdn train bytes --help)"),
         ("sweep tokens", 2, "gdn sweep: expected a task bytes, recall, "),
         ("eval", 2, "gdn eval: expected a run folder, got none (see gdn eval --help)"),
         ("info --context 3", 2, "gdn info: expected the run folder before the options, got --context"),
@@ -280,14 +282,22 @@ def test_no_option_that_there_is_is_refused_without_jax(command, capsys):
         words = [command] if first is None else [command, first]
         assert cli.main([*words, "--help"]) == 0
         options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-        assert options and gdn_command._unknown([f"{option}=1" for option in sorted(options)]) == []
+        assert options and gdn_command._unknown([f"{option}=1" for option in sorted(options)]) == ""
 
 
 def test_commands_and_tasks_are_those_that_there_are():
     """`gdn_command` has their names without importing them."""
     words = gdn_command.FIRST_WORDS
     assert [*words] == [*cli._COMMANDS] and words["train"] == (*options_lib.TASKS,)
-    assert {*words["sweep"]} == set(settings.TASKS)
+    assert {*words["sweep"]} == set(settings.TASKS) and words["bench"] == (*BENCHMARKS,)
+
+
+def test_a_name_that_is_nearly_one(capsys):
+    for words, told in (
+        ("trian", "got trian; did you mean train?"),
+        ("bench stpe", "got stpe; did you mean step?"),
+    ):
+        assert cli.main(words.split()) == 2 and told in capsys.readouterr().err
 
 
 def test_a_terminal_obeys_no_word(capsys):
