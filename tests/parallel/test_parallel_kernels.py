@@ -134,7 +134,7 @@ def test_kernels_interpreted(kind, walked):
 @pytest.mark.usefixtures("interpreted")
 def test_halves_interpreted(is_cut, walked):
     """Tokens that are two rows, whose parts on a device end within a chunk."""
-    case = cases.Case("context halves", T=76, channel_g="mixed", **TINY)
+    case = cases.Case("context halves", T=76, channel_g="kinds", **TINY)
     walked(is_cut)
     x, expected, kernels, tokens = drawn_in_halves(case, plgpu.InterpretGPUParams())
     check(expected, in_two_parts(kernels, x, tokens))

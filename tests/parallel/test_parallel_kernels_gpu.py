@@ -22,7 +22,7 @@ KINDS = {
     "channels": dict(channel_g="kinds"),
     "channels, narrow": dict(channel_g="mixed", K=60, V=100),
     "apart": dict(channel_g="mixed", erase="channel", write="channel"),
-    "halves": dict(channel_g="mixed"),
+    "halves": dict(channel_g="kinds"),
 }
 
 
