@@ -71,7 +71,7 @@ class Recurrent:
 
     def prefill(
         self,
-        mixer: RecurrentMixer,
+        mixer: RecurrentMixer | RecurrentRows,
         x: Float[Array, "1 T D"],
         pool: LayerPools,
         cu_seqlens: Indices,
@@ -113,7 +113,7 @@ class Recurrent:
 
     def verify(
         self,
-        mixer: RecurrentMixer,
+        mixer: RecurrentMixer | RecurrentRows,
         x: Float[Array, "N T D"],
         pool: LayerPools,
         state_slots: Indices,

@@ -107,9 +107,15 @@ FAULTS = (
     ),
     Fault(
         "short prompts overtake a long one",
-        "if left and not length:\n                break\n",
-        "if left and not length:\n                continue\n",
+        "if not length:\n                break\n            length = self",
+        "if not length:\n                continue\n            length = self",
         "tests/serving/test_serving_reading.py::test_pieces_of_prompts_end_on_multiples_of_64",
+    ),
+    Fault(
+        "first tokens are read a step late",
+        "prompts if len(self._unread) > prompts else started",
+        "started",
+        "tests/serving/test_serving_reading.py::test_what_a_step_waits_for",
     ),
     Fault(
         "a request takes a token more than a slot holds",

@@ -1,4 +1,4 @@
-"""A served model for one request at a time: its only slot is the cache of a row."""
+"""A served model for one request at a time, whose only slot is the cache of a row, and for a few."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from small_models import made
 
 from gdn_jax import serving
 from gdn_jax.models import AttentionConfig, ModelConfig, generate
+from gdn_jax.models.inference import program
 from gdn_jax.models.served import ServedModel
 
 CONFIG = ModelConfig(
@@ -37,6 +38,27 @@ def test_every_request_gets_what_generate_gives(slots):
         *(served.prefill, served.decode, served.params, pools), max_batch=1, prefill_tokens=128, most_tokens=4
     )
     numbers = [server.submit(prompt, 6) for prompt in prompts]
+    got = server.run()
+    for tokens, number in zip(want, numbers, strict=True):
+        np.testing.assert_array_equal(tokens, got[number])
+
+
+def test_prompts_and_tokens_share_weights(monkeypatch):
+    """Those of the copy for tokens of a few rows, whose products are in parts: the text is that of `generate`."""
+    model, rng = made(CONFIG), np.random.default_rng(1)
+    prompts = [rng.integers(0, 61, length).astype(np.int32) for length in (5, 70, 9)]
+    want = [np.asarray(generate(model, put(prompt[None]), 5))[0] for prompt in prompts]
+    monkeypatch.setattr(program, "usable", lambda *_: True)
+    served = ServedModel(model, max_batch=3)
+    shapes = {x.shape for x in served.params}
+    assert (2 * 128, 32) in shapes and (
+        32,
+        88,
+    ) not in shapes  # both branches of an MLP, and not what they were
+    server = serving.Server(
+        *(served.prefill, served.decode, served.params, served.make_pools(3, capacity=80)), max_batch=3
+    )
+    numbers = [server.submit(prompt, 5) for prompt in prompts]
     got = server.run()
     for tokens, number in zip(want, numbers, strict=True):
         np.testing.assert_array_equal(tokens, got[number])
