@@ -16,13 +16,20 @@ def takes(
     weight: Float[Array, "F D"],
     implementation: str | None,
     scales: Float[Array, "M D"] | None = None,
+    channels: int | None = None,
 ) -> bool:
-    """Whether `stream_product` takes a stream and a matrix: one row, on one device."""
+    """Whether `stream_product` takes a stream and a matrix, one row on one device; or `heads_product` heads x [H, V]
+    and this number of channels that end in their gates."""
     from pallas_kernels.layer import row_product as kernels
 
-    if x.size != x.shape[-1] or not usable(implementation, kernels) or not is_whole(x, weight):
+    if not usable(implementation, kernels) or not is_whole(x, weight):
         return False
-    reason = kernels.Stream.check_supported(x.reshape(1, -1), weight)
+    if channels is not None:
+        reason = kernels.Heads.check_supported(x, channels)
+    elif x.size != x.shape[-1]:
+        return False
+    else:
+        reason = kernels.Stream.check_supported(x.reshape(1, -1), weight)
     return (reason or kernels.check_supported(weight, scales)) is None
 
 
@@ -55,21 +62,6 @@ def stream_product(
     return s.reshape(*leading, -1), product.reshape(*leading, -1)
 
 
-def takes_heads(
-    o: Float[Array, "H V"],
-    channels: int,
-    weight: Float[Array, "F D"],
-    implementation: str | None,
-    scales: Float[Array, "M D"] | None = None,
-) -> bool:
-    """Whether `heads_product` takes heads, a number of channels that end in their gates, and a matrix."""
-    from pallas_kernels.layer import row_product as kernels
-
-    if not usable(implementation, kernels) or not is_whole(o, weight):
-        return False
-    return (kernels.Heads.check_supported(o, channels) or kernels.check_supported(weight, scales)) is None
-
-
 @token_op
 def heads_product(
     o: Float[Array, "H V"],
@@ -86,7 +78,7 @@ def heads_product(
 
         v = o (mean(o^2) + eps)^(-1/2) norm f(z),   z the last H V channels
 
-    Args: those of the kernel's function, for which `takes_heads` is true; the last channels are the gates.
+    Args: those of the kernel's function, for which `takes` is true; the last channels are the gates.
 
     Returns:
       [1, F] in the matrix' dtype, of codes in that of channels. Numerics: float32; v is not rounded.

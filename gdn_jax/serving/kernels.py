@@ -7,7 +7,7 @@ that write where others read: the kernels of a token read and write at once.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,41 +17,8 @@ from jaxtyping import Array, Int
 from gdn_jax.serving.call import At, Call, Spans, interpreter
 from gdn_jax.serving.pools import Pool
 from gdn_jax.serving.slots import Address
-from gdn_jax.serving.tokens import Raw
+from gdn_jax.serving.tokens import Packed, Raw
 from gdn_jax.shapes import STATE_LAYOUTS, accumulation_dtype
-
-
-class Packed(NamedTuple):
-    """Tokens whose heads lie side by side in arrays of channels [N, T, ..], some of which may be one array."""
-
-    q: Array
-    k: Array
-    v: Array
-    a: Array
-    b: Array
-    w: Array | None
-    A_log: Any
-    dt_bias: Array
-    """[HO], or with a decay of each channel [HO, K]."""
-    heads: tuple[int, int, int]
-    """Hq, Hk and HV."""
-    first: Any
-    """Where the heads of each begin, a `Channels` of `pallas_kernels.decode.step`."""
-    erase_key: Array | None = None
-    erase_strength: Array | None = None
-
-
-def packed(x: Raw) -> Packed:
-    """Tokens [B, T, ...] as arrays of channels."""
-    from pallas_kernels.decode.step import Channels
-
-    (Hq, Hk, HV), K = (y.shape[-2] for y in x[:3]), x.k.shape[-1]
-    of_heads, first = [y.reshape(*y.shape[:2], -1) for y in x[:3]], Channels()
-    if x.qkv is not None:
-        of_heads, first = [x.qkv] * 3, Channels(k=Hq * K, v=(Hq + Hk) * K)
-    q, k, v = of_heads
-    a, b, w, A_log, dt_bias = _gates(x)
-    return Packed(q, k, v, a, b, w, A_log, dt_bias, (Hq, Hk, HV), first, x.erase_key, x.erase_strength)
 
 
 def step(call: Call, x: Packed) -> Callable[..., tuple[Array, Array]]:
@@ -75,23 +42,11 @@ def ring_tokens(x: Raw) -> Any:
     """Tokens [B, T, ...] as the kernels of rings take them."""
     from pallas_kernels.decode.ring import ChannelTokens, Tokens
 
-    a, b, w, A_log, dt_bias = _gates(x)
+    a, b, w, A_log, dt_bias = x.gates_of_kernels()
     if not x.by_channels:
         return Tokens(*x[:3], a, b, A_log, dt_bias)
     A_log = jnp.zeros(a.shape[-2], jnp.float32) if A_log is None else A_log
     return ChannelTokens(*x[:3], a, b, w, A_log, dt_bias)
-
-
-def _gates(x: Raw) -> tuple[Array, Array, Array | None, Any, Array]:
-    """a, b, w, A_log and dt_bias as the kernels take them: strengths apart are of every channel, as decays are."""
-    if not x.by_channels:
-        return x.a, x.b, None, x.A_log, x.dt_bias
-    (*axes, HO, _), K, V = x.a.shape, x.k.shape[-1], x.v.shape[-1]
-    a, dt_bias = jnp.broadcast_to(x.a, (*axes, HO, K)), jnp.broadcast_to(x.dt_bias, (HO, K))
-    if x.w is None:  # then what is erased is one number a head, too
-        return a, x.b[..., 0], None, x.A_log, dt_bias
-    b, w = jnp.broadcast_to(x.b, (*axes, HO, K)), jnp.broadcast_to(x.w, (*axes, HO, V))
-    return a, b, w, x.A_log, dt_bias
 
 
 def check_supported(x: Raw, rings: Any, kv_layout: bool, *, by_tensor_cores: bool = False) -> str | None:

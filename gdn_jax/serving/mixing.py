@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.serving.call import At, Call, interpreter
-from gdn_jax.serving.kernels import Packed
 from gdn_jax.serving.states import StateKernels
+from gdn_jax.serving.tokens import Packed
 from gdn_jax.serving.windows import Channels, WindowKernels
 from gdn_jax.shapes import Convolution
 
@@ -84,5 +84,5 @@ def _run(call, H, first, gates, channels, convolution, A_log, dt_bias, state, sl
     decay, strength = (x[:, None] for x in gates)
     places = step.Channels(0, H * K, 2 * H * K, *first)
     tokens = Packed(qkv, qkv, qkv, decay, strength, None, A_log, dt_bias, (H, H, HV), places)
-    o, states = StateKernels(state).decode_packed(call, tokens, at)
+    o, states = StateKernels(state).decode(call, tokens, at)
     return o, windows.arrays, states.arrays

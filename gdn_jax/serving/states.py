@@ -11,7 +11,7 @@ from gdn_jax.rule.ops import check_call
 from gdn_jax.serving import kernels
 from gdn_jax.serving.call import At, Call, PromptCall, Spans, interpreter
 from gdn_jax.serving.pools import KINDS, Pool
-from gdn_jax.serving.tokens import Raw
+from gdn_jax.serving.tokens import Packed, Raw
 from gdn_jax.shapes import STATE_LAYOUTS, RuleArrays, accumulation_dtype, check_choice
 
 
@@ -44,13 +44,10 @@ class StateKernels(StatePool):
         several = q.shape[1], self.arrays, self.layout == STATE_LAYOUTS[0], where.is_tree
         return kernels.reason(self, step, tokens, step.bytes_of_tokens(*several))
 
-    def decode(self, call: Call, raw: Raw, at: At) -> tuple[Float[Array, "B HO V"], Any]:
-        """`serving.decode` of tokens [B, ...]."""
-        return self.decode_packed(call, kernels.packed(raw.with_token_axis()), at)
-
-    def decode_packed(self, call: Call, tokens: kernels.Packed, at: At) -> tuple[Float[Array, "B HO V"], Any]:
-        """`decode` of tokens that lie in arrays of channels."""
-        kernel, options = kernels.step(call, tokens), kernels.options(call, self)
+    def decode(self, call: Call, raw: Raw | Packed, at: At) -> tuple[Float[Array, "B HO V"], Any]:
+        """`serving.decode` of tokens [B, ...], or of tokens in arrays of channels."""
+        kernel = kernels.step(call, raw.with_token_axis().packed())
+        options = kernels.options(call, self)
 
         def run(pool: Pool, read: Array | None, write: Array | None, layer: Any) -> tuple[Array, Any]:
             write = write if write is None else write[:, None]
@@ -66,7 +63,7 @@ class StateKernels(StatePool):
         at: dict[str, Any] = {"read_slots": start.slot, "write_slots": after.slot}
         at |= {"num_tokens": kernels.int32_or_none(spans.num_tokens), "parents": kernels.parents(raw, spans)}
         at |= {"layer": spans.layer} | kernels.options(call, self)
-        o, arrays = kernels.step(call, kernels.packed(raw))(pool=self.arrays, **at)
+        o, arrays = kernels.step(call, raw.packed())(pool=self.arrays, **at)
         return o, self.holding(arrays)
 
     def takes(self, call: Any, tokens: RuleArrays) -> bool:

@@ -27,6 +27,34 @@ from gdn_jax.shapes import (
 )
 
 
+class Packed(NamedTuple):
+    """Tokens whose heads lie side by side in arrays of channels [N, T, ..], some of which may be one array."""
+
+    q: Array
+    k: Array
+    v: Array
+    a: Array
+    b: Array
+    w: Array | None
+    A_log: Any
+    dt_bias: Array
+    """[HO], or with a decay of each channel [HO, K]."""
+    heads: tuple[int, int, int]
+    """Hq, Hk and HV."""
+    first: Any
+    """Where the heads of each begin, a `Channels` of `pallas_kernels.decode.step`."""
+    erase_key: Array | None = None
+    erase_strength: Array | None = None
+
+    def with_token_axis(self) -> "Packed":
+        """See `Raw.with_token_axis`: they have one."""
+        return self
+
+    def packed(self) -> "Packed":
+        """See `Raw.packed`."""
+        return self
+
+
 class Raw(NamedTuple):
     """Tokens as the caller gave them, [..., heads, width], and the raw inputs and parameters of their gates.
 
@@ -113,6 +141,29 @@ class Raw(NamedTuple):
         q, k, v, a, b = (x[:, None] for x in self[:5])
         w, *rest = (None if x is None else x[:, None] for x in (self.w, *self[8:]))
         return Raw(q, k, v, a, b, w, self.A_log, self.dt_bias, *rest)
+
+    def packed(self) -> Packed:
+        """Tokens [B, T, ...] as arrays of channels."""
+        from pallas_kernels.decode.step import Channels
+
+        (Hq, Hk, HV), K = (y.shape[-2] for y in self[:3]), self.k.shape[-1]
+        (q, k, v), first = (y.reshape(*y.shape[:2], -1) for y in self[:3]), Channels()
+        if self.qkv is not None:
+            q, k, v, first = self.qkv, self.qkv, self.qkv, Channels(k=Hq * K, v=(Hq + Hk) * K)
+        a, b, w, A_log, dt_bias = self.gates_of_kernels()
+        erasure = self.erase_key, self.erase_strength
+        return Packed(q, k, v, a, b, w, A_log, dt_bias, (Hq, Hk, HV), first, *erasure)
+
+    def gates_of_kernels(self) -> tuple[Array, Array, Array | None, Any, Array]:
+        """a, b, w, A_log and dt_bias as kernels take them: strengths apart are of every channel, as decays are."""
+        if not self.by_channels:
+            return self.a, self.b, None, self.A_log, self.dt_bias
+        (*axes, HO, _), K, V = self.a.shape, self.k.shape[-1], self.v.shape[-1]
+        a, dt_bias = jnp.broadcast_to(self.a, (*axes, HO, K)), jnp.broadcast_to(self.dt_bias, (HO, K))
+        if self.w is None:  # then what is erased is one number a head, too
+            return a, self.b[..., 0], None, self.A_log, dt_bias
+        b, w = jnp.broadcast_to(self.b, (*axes, HO, K)), jnp.broadcast_to(self.w, (*axes, HO, V))
+        return a, b, w, self.A_log, dt_bias
 
 
 class Tokens(NamedTuple):

@@ -1,7 +1,6 @@
 """Layers of a model in a copy for single tokens, by the kernels of one row, interpreted: as without kernels."""
 
 import dataclasses
-import functools
 import re
 
 import fused_oracle
@@ -29,7 +28,7 @@ from gdn_jax.models.inference.program import ROWS, for_decoding
 from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.parts import kernels
-from pallas_kernels.decode import channel_step, conv_update, step
+from gdn_jax.serving.call import interpreted
 from pallas_kernels.layer import dense_stream
 from pallas_kernels.token import delta_layer
 from pallas_kernels.token import plan as token_plan
@@ -37,26 +36,23 @@ from pallas_kernels.token import plan as token_plan
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A layer whose token of one row may be one kernel, and the kernels that make it otherwise."""
+    """A layer whose token of one row may be one kernel."""
 
     layer: type
     sizes: dict
-    others: tuple
 
 
 KDA = Mixed(
     KimiDeltaAttention,
     dict(gate="lower_bound", gate_rank=None, output_gate_rank=None),
-    ((conv_update, "conv_update"), (channel_step, "channel_step")),
 )
 GDN = Mixed(
     GatedDeltaNet,
     dict(num_v_heads=4, expand_v=1.0, conv_bias=True, allow_neg_eigval=True),
-    ((conv_update, "conv_update"), (step, "step_of_channels")),
 )
 
 
-def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: int, heads: int, sums: float):
+def layer_of_one_product(small, mixed: Mixed, hidden: int, parts: int, heads: int, sums: float):
     """A token of a layer in a copy for one row is that of the plain layer after the norm. Returns its kernels."""
     # Another epsilon than the norm before it has.
     draw, sizes = draws(1), mixed.sizes | dict(num_heads=heads, head_dim=64, norm_eps=0.1)
@@ -68,9 +64,8 @@ def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: i
     norm = RMSNorm(hidden, implementation="chunked")
     want = from_stream(plain)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
     layer = ROWS[mixed.layer](layer, Call(1, from_stream=True))
-    for module, name in mixed.others:
-        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=INTERPRET))
-    after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
+    with interpreted(INTERPRET):
+        after, (out, behind) = from_stream(layer)(norm, x, y, cache=cache)
     got = after, (whole(out, x), behind)
     for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         close(expected, result, "token", sums=sums)
@@ -78,9 +73,9 @@ def layer_of_one_product(small, monkeypatch, mixed: Mixed, hidden: int, parts: i
 
 
 @pytest.mark.slow
-def test_a_layer_of_one_product(small, monkeypatch):
+def test_a_layer_of_one_product(small):
     """Where one kernel has no whole shares: XLA's product, the convolution, the rule, and the heads' product."""
-    calls = layer_of_one_product(small, monkeypatch, KDA, 256, 1, 4, row_kernels.IN_TURN)
+    calls = layer_of_one_product(small, KDA, 256, 1, 4, row_kernels.IN_TURN)
     assert calls == {"heads_product": 1}
 
 
@@ -90,9 +85,7 @@ def test_a_layer_in_one_kernel(small, monkeypatch, mixed):
     """Four CTAs to a head of k, and a stream in parts."""
     monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
     monkeypatch.setattr(token_plan, "most_ctas", lambda: 8)
-    assert layer_of_one_product(small, monkeypatch, mixed, 512, 2, 2, 2 * row_kernels.IN_TURN) == {
-        "delta_layer": 1
-    }
+    assert layer_of_one_product(small, mixed, 512, 2, 2, 2 * row_kernels.IN_TURN) == {"delta_layer": 1}
 
 
 @pytest.mark.parametrize(

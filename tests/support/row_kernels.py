@@ -138,12 +138,12 @@ def stream_codes(D: int, F: int, seed: int = 0):
     return (x, y, norm, codes, scales), s, n @ weight.T
 
 
-def matrix_of_codes(F: int, D: int, seed: int = 0):
+def matrix_of_codes(F: int, D: int, seed: int = 0, scale: float = 1.0):
     """Codes, scales of every column of each block of 128 rows, which are unlike, and what they mean."""
-    codes = draws(seed)(F, D).astype(jnp.float8_e4m3fn)
+    codes = draws(seed)(F, D, dtype="float8_e4m3fn")
     sizes = np.random.default_rng(seed).uniform(0.1, 3, (F // 128, D // 128))
-    scales = put(np.repeat(sizes, 128, 1), "float32")
-    return codes, scales, np.asarray(codes, np.float64) * np.repeat(np.asarray(scales, np.float64), 128, 0)
+    scales = np.repeat(scale * sizes, 128, 1).astype(np.float32)
+    return codes, put(scales), np.asarray(codes, np.float64) * np.repeat(scales, 128, 0)
 
 
 def heads_codes(H: int, V: int, others: int, F: int, activation: str):
@@ -272,17 +272,15 @@ def _coded(layer: fused.Layer, gates: Any, values: int, seed: int):
     (F, D), (E, G) = layer.inputs.shape, layer.output.shape
     first = gates.decay if gates.strength - gates.decay < 128 else gates.strength
     rows, last = first + values, gates.strength + layer.dt_bias.shape[0]
-    codes, of_inputs, W_in = matrix_of_codes(rows, D, seed)
-    outputs, of_output, W_out = matrix_of_codes(E, G, seed + 1)
-    scales = LayerScales(
-        of_inputs[:, ::128] * D**-0.5, of_output[:, ::128] * G**-0.5, layer.inputs[first:last]
-    )
+    codes, of_inputs, W_in = matrix_of_codes(rows, D, seed, D**-0.5)
+    outputs, of_output, W_out = matrix_of_codes(E, G, seed + 1, G**-0.5)
+    blocks = [put(np.asarray(x)[:, ::128]) for x in (of_inputs, of_output)]
+    numbers = np.asarray(layer.inputs)
+    scales = LayerScales(*blocks, put(numbers[first:last]))
     decay = gates.decay if first > gates.decay else rows
     gates = gates._replace(decay=decay, strength=rows + gates.strength - first)
-    W_in = np.concatenate(
-        [W_in[:first] * D**-0.5, wide(layer.inputs)[first : F - values], W_in[first:] * D**-0.5]
-    )
-    return layer._replace(inputs=codes, output=outputs, scales=scales), gates, W_in, W_out * G**-0.5
+    W_in = np.concatenate([W_in[:first], wide(numbers[first : F - values]), W_in[first:]])
+    return layer._replace(inputs=codes, output=outputs, scales=scales), gates, W_in, W_out
 
 
 def delta_layer(

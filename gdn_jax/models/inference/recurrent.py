@@ -222,7 +222,7 @@ class TokenRows(RecurrentRows):
         if o.shape[0] == 1 and isinstance(last, ProjectionOfGroup) and last.is_alone:
             group: Any = last.group
             matrix, scales = group.weight[...], group.scales_of_blocks()
-            if row_product.takes_heads(row, channels.shape[-1], matrix, self.mixer.implementation, scales):
+            if row_product.takes(row, matrix, self.mixer.implementation, scales, channels.shape[-1]):
                 static: Any = dict(eps=norm.eps, activation=self.mixer.activation, ahead=self.after(2))
                 arrays = row, channels.reshape(-1), norm.scale(jnp.float32), matrix, scales
                 return row_product.heads_product(*arrays, **static)[None]
