@@ -68,7 +68,7 @@ def planned(name: str):
 def test_a_layer_of_a_token(name):
     """Both stages by themselves, with race detection: every plan gives what float64 formulas give."""
     call, want = planned(name)
-    s, parts, *states = call(interpret=INTERPRET)
+    s, parts, *states = jax.jit(functools.partial(call, interpret=INTERPRET))()
     results = s, np.asarray(parts, np.float32).sum(0)[None], *states
     for part, expected, got, roundings in zip("sycS", want, results, (0, 2, 1, 1), strict=True):
         close(expected, got, part, roundings, 2 * row_kernels.IN_TURN, parts.dtype.name)
