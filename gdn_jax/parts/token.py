@@ -59,7 +59,7 @@ class HeadGates(Gates):
 
 @dataclasses.dataclass(frozen=True)
 class ChannelGates(Gates):
-    """A decay of each channel, g = channel_log_decay(f, A_log, dt_bias, lower_bound).
+    """Per-channel decay, g = channel_log_decay(f, A_log, dt_bias, lower_bound).
 
     Fields:
       lower_bound: the strongest log decay of the bounded gate; None for the other gate, see `channel_log_decay`.
