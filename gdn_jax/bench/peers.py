@@ -1,4 +1,4 @@
-"""Other libraries' gated delta rule, and theirs with a decay of each channel, on the same inputs.
+"""Other libraries' gated delta rule, and theirs with per-channel decay, on the same inputs.
 
 They are looked for when asked and never needed. PyTorch with FlashQLA (flash_qla), flash-linear-attention (fla) and
 FlashInfer (flashinfer) is timed as replays of a CUDA graph; arrays pass without a copy (DLPack), and a first call

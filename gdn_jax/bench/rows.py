@@ -2,7 +2,7 @@
 
 Inputs are those of FlashQLA's benchmark: unit q and k and normal v in 16 bits, g = logsigmoid(normal) / 16 in float32
 with g = 0 on a quarter of the heads, beta = sigmoid(normal), a random initial state. Never zeros: a GPU that
-multiplies zeros runs faster. With a decay of each channel g is one of two kinds: "uniform", exp(g) uniform from 1/2
+multiplies zeros runs faster. With per-channel decay g is one of two kinds: "uniform", exp(g) uniform from 1/2
 to 1, and "mixed", slow and fast channels as in trained models, half of a head's at some -5 a token and half at -1e-4.
 "erase" is "uniform" with unit erase keys and erase strengths of their own, for `erase_then_delta_rule`.
 """
@@ -96,7 +96,7 @@ BACKWARD = _TABLES["backward"]
 """The backward. Published by FlashQLA (its uneven lengths are random and not published; these are ours), except the
 equal lengths, which were timed like the forward; the smaller where both are known."""
 CHANNELS = _TABLES["channels"]
-"""Sizes for which others have published times with a decay of each channel, on other GPUs."""
+"""Sizes for which others have published times with per-channel decay, on other GPUs."""
 
 
 def table_rows(
@@ -196,7 +196,7 @@ def floor_ms(row: Row, what: str) -> float:
 
     Products of a chunk of C tokens and a value head: forward 3 of 2 C K V (k S, q S, k^T v') and 2 of 2 C C V (A
     times values, P v'), and q k^T and k k^T, 2 C C K each, once for a key head; backward 8 and 10 such products, the
-    fewest that are known. With a decay of each channel q k^T and k k^T are those of a value head. Bytes: arguments
+    fewest that are known. With per-channel decay q k^T and k k^T are those of a value head. Bytes: arguments
     and results once each, gates and states in float32. An erasure counts nothing: its floor is that without.
 
     Args:

@@ -64,9 +64,9 @@ BOUNDS = {
 def cancelling(g: Any, k: Any) -> bool:
     """Whether the sums of a call cancel, so that the wider bfloat16 bounds apply to it.
 
-    They do in a head that never decays: its state is a sum over all tokens before, and what is read from it is a
-    small difference of large terms. And they do in a head whose keys are alike: every token then reads the values of
-    all others, and takes most of what it reads away again. Keys are alike when the mean |cosine| of two of them is
+    They cancel in a head that never decays: its state is a sum over all earlier tokens, and a query reads a small
+    difference of large terms from it. They also cancel in a head whose keys are alike: every token reads the values
+    of all others, and subtracts most of them again. Keys are alike when the mean |cosine| of two of them is
     above a half. Random keys of width K have about sqrt(2 / (pi K)), so those of width 1 are alike too, being all
     1 or -1: a key's sign does not count, since (-k) (-k)^T is k k^T.
 

@@ -2,8 +2,8 @@
 
 Cases that differ only in their values (gates, strengths, keys) share one shape and the options, and so one
 compilation. Those of TABLE are small, but cross every border that matters: chunks of 64 tokens, heads in every
-grouping, odd head dimensions. Those of CHANNELS have a decay of each channel, or erase and write apart. Those of
-MODEL_SIZES have the head dimensions of models.
+grouping, odd head dimensions. Those of CHANNELS have per-channel decay, or separate strengths for
+erasing and writing. Those of MODEL_SIZES have the head dimensions of models.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Case:
     each row (segment_ids). ill_conditioned cases amplify rounding errors, whatever the implementation: they carry a
     bound computed from the case, see tests/support/tolerances.py.
 
-    channel_g names a recipe for the decay of each channel, which stands in place of g. erase and write
+    channel_g names a recipe for per-channel decay, which stands in place of g. erase and write
     stand in place of beta: "head" or "channel" for random strengths, a number for that number in every channel.
     """
 

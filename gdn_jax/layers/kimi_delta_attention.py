@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (KDA): the delta rule with a decay of each key channel and one write strength a head."""
+"""Kimi Delta Attention (KDA): the delta rule with per-channel decay and one write strength a head."""
 
 import dataclasses
 from collections.abc import Callable

@@ -72,7 +72,8 @@ def _nan_first(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
 def largest(x: Float[Array, "*S n"], k: int, counts: bool) -> tuple[Float[Array, "*S _"], Int[Array, "*S _"]]:
     """`jax.lax.top_k`: the k largest numbers of each row and their places, the first of equal ones first.
 
-    NaN is larger than every number (with the sign bit set: smaller), and 0 than -0: each place is named once at most.
+    The order is total: NaN is above every number (below, if its sign bit is set), and 0 is above -0. So no place
+    comes twice.
 
     Args:
       x: rows.

@@ -1,4 +1,4 @@
-"""The delta rule with a decay for each key channel in its chunkwise WY form.
+"""The delta rule with per-channel decay in its chunkwise WY form.
 
 Inside a chunk of C tokens with the state h at its start, a_t = exp(g_t) [K], e = erase * k and x = write * v:
 
@@ -22,14 +22,18 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.rule import packing
 from gdn_jax.rule.chunks.recurrence import ChannelTransition
-from gdn_jax.rule.chunks.rows import CPU_CHUNK_SIZE, Row, in_stretches, stretch_of
+from gdn_jax.rule.chunks.rows import CPU_STRETCH, Row, in_stretches, stretch_of
 from gdn_jax.rule.chunks.stages import Numerics
 from gdn_jax.rule.chunks.stretches import packed_in_stretches
 from gdn_jax.rule.products import decayed_products
 
-# Tokens times heads of a stretch on a GPU. With a decay for each channel the operands of every product are arrays of
+# Tokens times heads of a stretch on a GPU. With per-channel decay the operands of every product are arrays of
 # float32 of their own, of which a whole row's would take several GiB; see the log of the chunked form.
 _GPU_STRETCH = 2**16
+# Tokens times heads times channels of a stretch on a CPU at most, and tokens of a chunk there: longer ones are no
+# faster, and each doubling of a chunk is a level more to compile (see the log of the chunked form).
+_CPU_STRETCH = 2**17
+_CPU_CHUNK = 16
 
 
 def chunked_rule(
@@ -48,7 +52,7 @@ def chunked_rule(
     """The rule in chunks of `chunk_size` tokens, for any decay. A reset is a gate of -inf.
 
     Args: those of `definition.recurrent_rule`, and
-      chunk_size: tokens of a chunk, a power of two. On a CPU chunks have at most 32 tokens.
+      chunk_size: tokens of a chunk, a power of two. On a CPU chunks have at most 16 tokens.
 
     Returns:
       o [B, T, HO, V] and the final states [N, HO, K, V], in the dtype of g.
@@ -58,16 +62,16 @@ def chunked_rule(
       erased off by 8e-3 (the case write-0). The operands of what reads a state are bfloat16 when q is.
     Memory: the backward pass keeps the inputs and the residuals named in `chunks.rows.RESIDUAL_NAMES`, and
       recomputes the rest. The other temporary arrays of either pass are those of one stretch, and of packed rows the
-      inputs in chunks with their cotangents. No array holds a number for two tokens and a channel, but inside blocks
-      of four tokens.
+      inputs in chunks with their cotangents. No array holds a number for two tokens and a channel.
     """
     B, T, HO, _ = g.shape
     arrays, rule = (q, k, v, g, erase, write), partial(_rule, Numerics.of(q.dtype, g.dtype))
     tokens = T
     if jax.default_backend() == "cpu":
-        chunk_size = min(chunk_size, CPU_CHUNK_SIZE)  # each doubling of a chunk is a level more to compile
+        chunk_size = min(chunk_size, _CPU_CHUNK)
     if cu_seqlens is None:
-        tokens, chunk_size = stretch_of(T, chunk_size, B * HO, on_gpu=_GPU_STRETCH)
+        on_cpu = min(CPU_STRETCH, _CPU_STRETCH // k.shape[-1])
+        tokens, chunk_size = stretch_of(T, chunk_size, B * HO, on_cpu=on_cpu, on_gpu=_GPU_STRETCH)
     else:
         rows = chunk_size * packing.max_packed_chunks(T, cu_seqlens.shape[0] - 1, chunk_size)
         at_once, _ = stretch_of(rows, chunk_size, HO, on_cpu=None, on_gpu=_GPU_STRETCH)
@@ -83,7 +87,9 @@ def chunked_rule(
 
 def _rule(numerics, row, q, k, v, g, erase, write, initial_state, scale):
     dtype = numerics.accumulate
-    q, k, v, g, erase, write = (row.to_chunks(x).astype(dtype) for x in (q, k, v, g, erase, write))
+    chunks = [row.to_chunks(x).astype(dtype) for x in (q, k, v, g, erase, write)]
+    # Without the barrier XLA's CPU lays tokens out in chunks again wherever one of these arrays is read.
+    q, k, v, g, erase, write = lax.optimization_barrier(chunks)
     e = erase * k
     (reads, kkt), from_start, to_end = decayed_products((q, e), k, g, numerics.wide())
     transition = ChannelTransition(jnp.exp(g.sum(-2)), e * from_start, k * to_end)

@@ -7,7 +7,7 @@ u    = beta (v - k^T S)         prediction error of the decayed state, gated
 S   <- S + k u^T
 o    = scale q^T S              read after the write
 
-With a decay of each key channel, and with what is erased apart from what is written (`channel_step`):
+With per-channel decay, and with what is erased apart from what is written (`channel_step`):
 
 S   <- Diag(exp(g)) S
 u    = write * v - S^T (erase * k)

@@ -31,7 +31,7 @@ def read(rows: Shaped[Array, "B T2 *_"]) -> Shaped[Array, "B T *_"]:
 
 
 def in_rows(call: Call, x: Arrays) -> tuple[Call, Arrays]:
-    """A call with gates `ERASURES` as one with a decay of each channel, whose rows follow each other in time."""
+    """A call with gates `ERASURES` as one with per-channel decay, whose rows follow each other in time."""
     assert call.gates == ERASURES
     x, ids = call.known(x), x.segment_ids
     rows = Arrays(

@@ -180,7 +180,7 @@ def erasures(
     chunk_size: int = 64,
     implementation: str | None = None,
 ) -> tuple[Outputs, AnyStates]:
-    """`erase_then_delta_rule` with a decay of each channel; all arguments of tokens are there."""
+    """`erase_then_delta_rule` with per-channel decay; all arguments of tokens are there."""
     check_flags(use_qk_l2norm=use_qk_l2norm)
     strengths = with_strengths(erase_strength, beta)
     x = Arrays(q, k, v, g, strengths, erase_key, initial_state, cu_seqlens, segment_ids)

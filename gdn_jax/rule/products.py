@@ -10,17 +10,15 @@ whose halves separate it: the earlier token's factor is the product of the decay
 half, the later one's the product from the first token of the later half to i. Both are products of numbers in [0, 1].
 So nothing overflows, -inf is a gate like any other, and a pair takes no gate after token i.
 
-A block's factors are those of its halves times one number, so that no exponential is taken except exp(g). The
-derivative of a factor is the factor times the sum of the dg of its own gates: no two sums that ought to cancel are
-subtracted. All of these sums are one product with a constant matrix, which compiles in half the time that the
-derivative of the halving took.
+A factor is exp of the sum of its own gates, and all of these sums are one product with a constant matrix of zeros and
+ones: nothing is subtracted, in the derivative neither, where a factor's is the factor times the sum of the dg. Blocks
+of four sizes are one array and one product, so that XLA compiles few operations.
 
 Source: the idea of sub-chunks is that of fla's `chunk_kda_fwd_intra`; halving them down to single tokens, which makes
 every gate exact, is this project's.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -32,9 +30,8 @@ from jaxtyping import Array, Float
 
 from gdn_jax.rule.chunks.stages import Numerics
 
-# Halves of up to this many tokens are multiplied and summed elementwise on a GPU. On a CPU the derivative of that sum
-# takes twice as long as one of a product of matrices, even of one row.
-_ELEMENTWISE_TOKENS = 2
+# Levels of halves that are one array: with two rows a token, its operands have four times the keys' size.
+_LEVELS = 4
 
 
 class DecayedProducts(NamedTuple):
@@ -74,112 +71,79 @@ def decayed_products(
     return DecayedProducts(tuple(products[..., i, :] for i in range(len(rows))), from_start, to_end)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _decayed_products(numerics: Numerics, rows: jax.Array, k: jax.Array, g: jax.Array):
     """Products [.., C, R, C] of rows [.., C, R, K], and the decays from the chunk's start and to its end."""
-    levels, from_start, to_end = _levels(jnp.exp(g))
-    below = [_products(numerics, *_operands(rows, k, level)) for level in levels]
+    *lead, C, R, K = rows.shape
+    axis, sizes = len(lead), [1 << level for level in range(C.bit_length() - 1)]
+    below = []
+    for some in (sizes[at : at + _LEVELS] for at in range(0, len(sizes), _LEVELS)):
+        early, late = _decays(g, some)
+        x = _halves(rows, 1, some, axis) * late[..., None, :]
+        columns = _halves(k, 0, some, axis) * early
+        x = x.reshape(*columns.shape[:-2], C // 2 * R, K)
+        products = numerics.einsum("...ik,...jk->...ij", x, columns).reshape(*lead, -1, C // 2, R, C // 2)
+        below += [products[..., level, :, :, :] for level in range(len(some))]
+    token, gate = np.arange(C)[:, None], np.arange(C)
+    from_start, to_end = (_decay(jnp.asarray(x, g.dtype), g) for x in (gate <= token, gate > token))
     return _assembled((rows * k[..., None, :]).sum(-1), below), from_start, to_end
 
 
-@_decayed_products.defjvp
-def _decayed_products_jvp(numerics, primals, tangents):
-    (rows, k, g), (drows, dk, dg) = primals, tangents
-    levels, from_start, to_end = _levels(jnp.exp(g))
-    *parts, start, end = _sums_of_gates(dg)
-    below, dbelow = [], []
-    for level, early, late in zip(levels, parts[0::2], parts[1::2], strict=True):
-        x, columns = _operands(rows, k, level)
-        dx, dcolumns = _operands(drows, dk, level)
-        dx = dx + x * _for_rows(late.reshape(level.late.shape), x)
-        dcolumns = dcolumns + columns * early.reshape(level.early.shape)
-        below.append(_products(numerics, x, columns))
-        dbelow.append(_products(numerics, dx, columns) + _products(numerics, x, dcolumns))
-    diagonal = (rows * k[..., None, :]).sum(-1)
-    ddiagonal = (drows * k[..., None, :]).sum(-1) + (rows * dk[..., None, :]).sum(-1)
-    out = _assembled(diagonal, below), from_start, to_end
-    return out, (_assembled(ddiagonal, dbelow), from_start * start, to_end * end)
+def _halves(x: jax.Array, half: int, sizes: list[int], axis: int) -> jax.Array:
+    """The earlier (0) or later (1) halves, of these sizes, of all blocks: [.., C, ...] to [.., sizes, C / 2, ...]."""
+    lead, C, rest = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    blocks = (x.reshape(*lead, C // (2 * size), 2, size, *rest) for size in sizes)
+    halves = (lax.index_in_dim(y, half, axis + 1, keepdims=False) for y in blocks)
+    return jnp.stack([y.reshape(*lead, C // 2, *rest) for y in halves], axis)
 
 
-class _Level(NamedTuple):
-    """Decays of the halves of all blocks of two halves, [.., blocks, tokens of a half, K]."""
-
-    early: jax.Array
-    """From after each token to the end of the earlier half."""
-    late: jax.Array
-    """From the start of the later half to each token, its own gate included."""
-
-
-def _levels(alpha: jax.Array) -> tuple[list[_Level], jax.Array, jax.Array]:
-    """The decays of blocks of 2, 4, ... C tokens, and those from the chunk's start and to its end."""
-    levels, from_start, to_end = [], alpha, jnp.ones_like(alpha)
-    size = 1
-    while size < alpha.shape[-2]:
-        (start_early, start_late), (end_early, end_late) = _halves(from_start, size), _halves(to_end, size)
-        levels.append(_Level(end_early, start_late))
-        from_start = jnp.concatenate([start_early, start_late * start_early[..., -1:, :]], -2)
-        to_end = jnp.concatenate([end_early * start_late[..., -1:, :], end_late], -2)
-        from_start, to_end = from_start.reshape(alpha.shape), to_end.reshape(alpha.shape)
-        size *= 2
-    return levels, from_start, to_end
-
-
-def _sums_of_gates(dg: jax.Array) -> list[jax.Array]:
-    """Sums of dg over the gates of every factor: early and late of each level [.., C / 2, K], from_start, to_end."""
-    C = dg.shape[-2]
+def _decays(g: jax.Array, sizes: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Decays to the end of the earlier halves, and from the start of the later ones, [.., sizes, C / 2, K] each."""
+    C, K = g.shape[-2:]
     token, gate = np.arange(C)[:, None], np.arange(C)
-    sums, size = [], 1
-    while size < C:
-        block, own = token // size, gate // size == token // size
-        sums += [(own & (gate > token))[block[:, 0] % 2 == 0], (own & (gate <= token))[block[:, 0] % 2 == 1]]
-        size *= 2
-    sums += [gate <= token, gate > token]
-    out = []
-    for at in range(0, len(sums), 6):  # at most four arrays of dg's size in one
-        some = sums[at : at + 6]
-        matrix = jnp.asarray(np.concatenate(some), dg.dtype)
-        matrix = jnp.broadcast_to(matrix, (*dg.shape[:-2], *matrix.shape))
-        summed = jnp.einsum("...mt,...tk->...mk", matrix, dg, precision=lax.Precision.HIGHEST)
-        out += lax.split(summed, [len(x) for x in some], summed.ndim - 2)
-    return out
+    early, late = [], []
+    for size in sizes:
+        half, own = token[:, 0] // size % 2, token // size == gate // size
+        early.append((own & (gate > token))[half == 0])
+        late.append((own & (gate <= token))[half == 1])
+    both = (_decay(jnp.asarray(np.concatenate(x), g.dtype), g) for x in (early, late))
+    before, after = (x.reshape(*g.shape[:-2], len(sizes), C // 2, K) for x in both)
+    return before, after
 
 
-def _halves(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The earlier and the later half of every block of two halves of [.., C, K], each [.., blocks, size, K]."""
-    x = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * size), 2, size, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
+@jax.custom_jvp
+def _decay(gates: jax.Array, g: jax.Array) -> jax.Array:
+    """exp of the sum of the gates that each row of `gates` [M, C] has, zeros and ones: [.., M, K]."""
+    # A reset is a number that no sum brings back, for 0 * -inf is NaN.
+    g = jnp.maximum(g, jnp.finfo(g.dtype).min / g.shape[-2])
+    # Without the barrier XLA's CPU takes an exponential again wherever a part of them is read.
+    return lax.optimization_barrier(jnp.exp(_sums(gates, g)))
 
 
-def _operands(rows: jax.Array, k: jax.Array, level: _Level) -> tuple[jax.Array, jax.Array]:
-    """Rows of the later halves [.., blocks, size R, K] and keys of the earlier ones, each with its decay."""
-    size, (*lead, C, R, K) = level.late.shape[-2], rows.shape
-    late = rows.reshape(*lead, C // (2 * size), 2, size * R, K)[..., 1, :, :]
-    return late * _for_rows(level.late, late), _halves(k, size)[0] * level.early
+@_decay.defjvp
+def _decay_jvp(primals, tangents):
+    out = _decay(*primals)
+    return out, out * _sums(primals[0], tangents[1])
 
 
-def _for_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """[.., size, K] repeated for the R rows of each token, [.., size R, K]."""
-    *lead, size, K = x.shape
-    return jnp.broadcast_to(x[..., None, :], (*lead, size, rows.shape[-2] // size, K)).reshape(rows.shape)
-
-
-def _products(numerics: Numerics, x: jax.Array, k: jax.Array) -> jax.Array:
-    """x k^T of every block: [.., size R, K] and [.., size, K] to [.., size R, size]."""
-    if k.shape[-2] <= _ELEMENTWISE_TOKENS and jax.default_backend() != "cpu":
-        x, k = (y.astype(numerics.operand).astype(numerics.accumulate) for y in (x, k))
-        return (x[..., :, None, :] * k[..., None, :, :]).sum(-1)
-    return numerics.einsum("...ik,...jk->...ij", x, k)
+def _sums(gates: jax.Array, g: jax.Array) -> jax.Array:
+    gates = jnp.broadcast_to(gates, (*g.shape[:-2], *gates.shape))
+    return jnp.einsum("...mt,...tk->...mk", gates, g, precision=lax.Precision.HIGHEST)
 
 
 def _assembled(diagonal: jax.Array, below: list[jax.Array]) -> jax.Array:
-    """[.., C, R, C] from the diagonal [.., C, R] and what stands below the diagonal in blocks of 2, 4, ... tokens."""
+    """[.., C, R, C] from the diagonal [.., C, R] and the levels below it, [.., C / 2, R, C / 2] each."""
     *lead, C, R = diagonal.shape
     i, j = np.arange(C)[:, None, None], np.arange(C)
     products = jnp.where(jnp.asarray(i == j), diagonal[..., None], 0)
-    for x in below:
-        size = x.shape[-1]
-        x = x.reshape(*lead, C // (2 * size), 1, size * R, 1, size)
-        x = jnp.broadcast_to(x, (*lead, C // (2 * size), 2, size * R, C // size, size))
-        mine = (i > j) & (i ^ j >= size) & (i ^ j < 2 * size)
-        products = products + jnp.where(jnp.asarray(mine), x.reshape(products.shape), 0)
+    for level, x in enumerate(below):
+        size = 1 << level
+        blocks = C // (2 * size)
+        x = x.reshape(*lead, blocks, 1, size, R, blocks, 1, size)
+        padded = {
+            len(lead) + 1: (1, 0, 0),
+            len(lead) + 5: (0, 1, 0),
+        }  # later halves of rows, earlier ones of columns
+        x = lax.pad(x, jnp.zeros((), x.dtype), [padded.get(axis, (0, 0, 0)) for axis in range(x.ndim)])
+        one_block = jnp.asarray(i // (2 * size) == j // (2 * size))
+        products = products + jnp.where(one_block, x.reshape(products.shape), 0)
     return products

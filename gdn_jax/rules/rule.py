@@ -42,7 +42,8 @@ class Rule:
 
     Fields:
       name: its name in `GatedDeltaNet(rule=...)`, where it is in the table, and in messages.
-      rows: rows(q, k, v, **gates, **options) -> (o, final states), over whole rows; None as states where it has none.
+      rows: rows(q, k, v, **gates, **options) -> (o, final states), over whole rows; states is None for
+        a rule without a state.
         A `ByTokens` where a mesh may split the tokens of rows.
       gates: names of the gates that it reads.
       options: names of the options of a call that `rows` takes: "initial_state", "cu_seqlens", "segment_ids",

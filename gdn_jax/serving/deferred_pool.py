@@ -218,7 +218,7 @@ class DeferredKernels(DeferredPool):
         if self.checkpoints.beside_rings() is None:
             return f"no kernel reads a {type(self.checkpoints).__name__} beside a ring"
         if where.is_tree and tokens.by_channels:
-            return "there is no kernel of trees of drafts on a ring with a decay of each channel"
+            return "there is no kernel of trees of drafts on a ring with per-channel decay"
         args = tokens, self._rings(), self.layout == STATE_LAYOUTS[0]
         reason = kernels.check_supported(*args)
         if reason is None and where.is_tree:

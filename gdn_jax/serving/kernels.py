@@ -57,7 +57,7 @@ def check_supported(x: Raw, rings: Any, kv_layout: bool, *, by_tensor_cores: boo
         kernel = channel_ring if x.by_channels else vectors
         return kernel.check_supported(x.q, x.k, x.v, rings, kv_layout=kv_layout)
     if x.by_channels:
-        return "there is no kernel by tensor cores with a decay of each channel"
+        return "there is no kernel by tensor cores with per-channel decay"
     return drafts_mma.check_supported(x.q, x.v, rings, kv_layout=kv_layout) or device_reason(drafts_mma)
 
 

@@ -22,7 +22,20 @@ from gdn_jax.rule.implementations import TABLE
 DOCS = package.ROOT / "docs"
 NOT_RUN = "# not run by the tests: "
 """How the code of a page begins that needs the network."""
-GUIDES = ("choosing", "coming_from", "gallery", "memory", "pretrain", "qwen", "serve", "which_call")
+GUIDES = (
+    "choosing",
+    "coming_from",
+    "gallery",
+    "memory",
+    "models",
+    "neighbours",
+    "own_model",
+    "policy_gradients",
+    "pretrain",
+    "qwen",
+    "serve",
+    "which_call",
+)
 
 
 def blocks(page: str) -> list[str]:

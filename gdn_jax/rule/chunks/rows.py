@@ -19,8 +19,8 @@ RESIDUAL_NAMES = (INVERSE_NAME, STATES_NAME)
 
 # Tokens times heads of a stretch and longest chunk on a CPU: the fastest of 32, 64, 128 and 32, 64 on two cores of an
 # EPYC 9004 (2026-11-21, jax 0.12.0, T = 2048, 4 heads, K = V = 64, float32; see the performance log).
-_CPU_STRETCH = 64 * 32
-CPU_CHUNK_SIZE = 32
+CPU_STRETCH = 64 * 32
+_CPU_CHUNK_SIZE = 32
 
 
 def in_stretches(
@@ -155,7 +155,7 @@ def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def stretch_of(
-    T: int, chunk_size: int, width: int, *, on_cpu: int | None = _CPU_STRETCH, on_gpu: int | None = None
+    T: int, chunk_size: int, width: int, *, on_cpu: int | None = CPU_STRETCH, on_gpu: int | None = None
 ) -> tuple[int, int]:
     """Tokens of a stretch, and of a chunk in it, for B * HO = width; a row that is one stretch stays as it is.
 
@@ -171,7 +171,7 @@ def stretch_of(
     if limit is None or not isinstance(T * width, int) or T * width <= limit:
         return T, chunk_size
     if is_cpu:
-        chunk_size = min(chunk_size, CPU_CHUNK_SIZE)
+        chunk_size = min(chunk_size, _CPU_CHUNK_SIZE)
     chunks = -(-T // chunk_size)
     stretches = -(-chunks // max(1, limit // (width * chunk_size)))
     if not is_cpu:  # stretches that fill the row, where there are such: a padded row would be a copy of it

@@ -1,4 +1,4 @@
-"""The kernels by mma.sync for a decay of each key channel, or for erase and write apart: "mosaic_mma" too."""
+"""The kernels by mma.sync for per-channel decay, or for erase and write apart: "mosaic_mma" too."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The kernels by wgmma for a decay of each key channel, or for erase and write apart: "mosaic_gpu" too."""
+"""The kernels by wgmma for per-channel decay, or for erase and write apart: "mosaic_gpu" too."""
 
 import dataclasses
 from typing import Any
@@ -172,7 +172,7 @@ def cotangents_of(call: Call, x: Arrays, d: Any) -> Arrays:
 
 def _in_halves(x: Arrays) -> bool:
     """Whether the kernels put both halves of tokens in rows. Where rows hold several sequences they get the rows, as
-    a call with a decay of each channel gives them."""
+    a call with per-channel decay gives them."""
     return x.cu_seqlens is None and x.segment_ids is None
 
 
