@@ -222,13 +222,9 @@ class Attention(nnx.Module):
             )
             return o, self.first_cache(k, v, count) if return_cache else None
         T, cache = q.shape[1], _append(cache, k, v, count, is_full=lengths is None)
-        positions, last = (
-            (cache.length - count)[:, None] + jnp.arange(T),
-            jnp.maximum(cache.length, 1)[:, None] - 1,
-        )
-        return self.seen(
-            q, cache, jnp.minimum(positions, last)
-        ), cache  # padding has a slot where its row has
+        positions = (cache.length - count)[:, None] + jnp.arange(T)
+        last = jnp.maximum(cache.length, 1)[:, None] - 1  # padding has a slot where its row has
+        return self.seen(q, cache, jnp.minimum(positions, last)), cache
 
     def seen(self, q, cache, positions, rows=None, by_row=True):
         """Returns what queries of tokens at some positions see of a cache or a pool; NaN where that has no slot.
