@@ -22,7 +22,7 @@ from gdn_jax import delta_rule
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGES = ("gdn_jax", "gdn_jax.layers", "gdn_jax.models", "gdn_jax.serving", "gdn_jax.hf", "gdn_jax.rules")
-MACHINERY = {"borders", "context_kernels", "context_plain", "prefix"}
+MACHINERY = {"borders", "gradient_order", "prefix"}
 """Modules of `gdn_jax.parallel` that its functions are made of; nobody calls them."""
 
 
