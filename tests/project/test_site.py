@@ -115,7 +115,7 @@ CHECKS_NOTHING = {
         "softmax_attention",
     },
     "gdn_jax.serving": {"ByteStates", "Chain", "RingPool", "QueueFull"},
-    "gdn_jax.parallel.mesh": {"ShardAxes", "axes_set", "dividing"},
+    "gdn_jax.parallel.mesh": {"ShardAxes", "axes_set", "dividing", "tokens_of"},
     "gdn_jax.parallel.sharding": {"parameter_specs", "state_shardings", "batch_sharding"},
     "gdn_jax.parallel.context": {"by_states"},
     "gdn_jax.parallel.context_conv": {"short_conv_by_kernels"},
