@@ -140,7 +140,7 @@ class Convolution(NamedTuple):
 
 
 class LayerScales(NamedTuple):
-    """What a layer of one token has besides its matrices, where these are codes of E4M3.
+    """Scales and narrow projections that a layer of one token has beside matrices of codes of E4M3.
 
     A matrix W[f, d] is codes[f, d] * scales[f // 128, d // 128].
     """

@@ -298,9 +298,15 @@ FAULTS = (
     ),
     Fault(
         "rows of a slice in a second block of weights in 8 bits have the scales of the first",
-        "ends = [*a, *b, c[0]]",
-        "ends = [a[0], b[0], b[0], c[0], c[0]]",
+        "of_rows = 2 * matrix + (self.own.row(group) >= edge).astype(jnp.int32)",
+        "of_rows = 2 * matrix",
         "tests/kernels/test_dense_stream_eight_bits.py::test_codes_and_their_scales",
+    ),
+    Fault(
+        "tiles of a layer of a token by codes have the scales of the queries",
+        "self.place(stage, lax.div(number, jnp.int32(BLOCK // ROWS)), i * each, each)",
+        "self.place(stage, 0, i * each, each)",
+        "tests/kernels/test_layer_of_a_token.py::test_a_layer_of_a_token",
     ),
     Fault(
         "the parts of attention of a row are added up without their maxima",
@@ -316,8 +322,8 @@ FAULTS = (
     ),
     Fault(
         "columns of the second block of a piece have the scale of the first",
-        "jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line + 1])",
-        "jnp.where(at < BLOCK, x * smem.scales[n, line], x * smem.scales[n, line])",
+        "return jnp.where(at < BLOCK, low, high)",
+        "return jnp.where(at < BLOCK, low, low)",
         "tests/kernels/test_dense_stream_eight_bits.py::test_codes_and_their_scales",
     ),
 )

@@ -107,17 +107,21 @@ def test_a_recurrent_layer_is_one_kernel(small, monkeypatch):
     itself gives for the norm."""
     monkeypatch.setattr(delta_layer, "FEWEST_CTAS", 1)
     monkeypatch.setattr(token_plan, "most_ctas", lambda: 8)
-    mixer = GatedDeltaNet(512, num_heads=1, head_dim=128, expand_v=1.0, norm_eps=0.1, rngs=nnx.Rngs(0))
-    keep_projections(mixer)
     norm, draw = RMSNorm(512, implementation="chunked"), draws(3)
-    x, y = draw(1, 1, 512), draw(2, 1, 512)
-    cache = RecurrentCache(draw(1, mixer.conv_dim, 3), draw(1, 1, 128, 128))
-    mixer.implementation = "chunked"
-    want = from_stream(mixer)(norm, x, jnp.sum(y, axis=0)[None], cache=cache)
-    mixer.implementation = None
-    row = HeadRows.of(mixer, Call(1, True))
+    x, y, cache = draw(1, 1, 512), draw(2, 1, 512), RecurrentCache(draw(1, 384, 3), draw(1, 1, 128, 128))
+
+    @nnx.jit
+    def made():
+        mixer = GatedDeltaNet(512, num_heads=1, head_dim=128, expand_v=1.0, norm_eps=0.1, rngs=nnx.Rngs(0))
+        keep_projections(mixer)
+        return mixer, HeadRows.of(nnx.clone(mixer), Call(1, True))
+
+    mixer, row = made()
     assert isinstance(row, DeltaRow)
-    after, (out, states) = from_stream(row)(norm, x, y, cache=cache)
+    mixer.implementation = "chunked"
+    run = nnx.jit(lambda part, y: from_stream(part)(norm, x, y, cache=cache))
+    want = run(mixer, put(np.asarray(y).sum(0)[None]))
+    after, (out, states) = run(row, y)
     assert small == {"delta_layer": 1}
     got = after, (whole(out, x), states)
     for expected, result in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):

@@ -71,7 +71,7 @@ MORE: dict[str, int] = {
     "test_layer_kernels_short_conv.py": 130,
     "test_layer_kernels_swiglu.py": 130,
     "test_layer_kernels_vocabulary.py": 210,
-    "test_layer_of_a_token.py": 85,
+    "test_layer_of_a_token.py": 70,
     "test_dense_stream_eight_bits.py": 270,
     "test_serve_bench.py": 70,
     "test_layer_tokens.py": 185,
