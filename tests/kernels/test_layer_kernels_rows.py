@@ -148,7 +148,7 @@ def test_what_a_dense_stream_takes():
         ("12 multiprocessors", (12,)),
         ("rows of 8192; the kernel takes multiples of 512 up to 6912", (108, 8192)),
         ("rows of 768", (132, 768)),
-        ("an inner width of 128; the kernel takes 385 to 32256 on 132", (132, 1024, 128)),
+        ("an inner width of 128; the kernel takes 385 to 31744 on 132", (132, 1024, 128)),
         ("weights of float32", (132, 1024, 3584, "float32")),
     ]:
         assert reason(*arguments).startswith(said)
