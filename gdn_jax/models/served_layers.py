@@ -94,7 +94,7 @@ class Recurrent:
 
     def decode(
         self, mixer: Any, x: Float[Array, "B 1 D"], pool: LayerPools, slots: Indices
-    ) -> tuple[Float[Array, "B 1 D"], LayerPools]:
+    ) -> tuple[Float[Array, "P 1 D"], LayerPools]:
         """One token of every request. The mixer is the layer's, or what `for_decoding` makes of it."""
         if isinstance(mixer, RecurrentRows):
             at = Address.of(slots, pool.conv)
@@ -266,7 +266,7 @@ class Attending:
         x: Float[Array, "B 1 D"],
         pool: FixedAttentionCache,
         slots: Indices,
-    ) -> tuple[Float[Array, "B 1 D"], FixedAttentionCache]:
+    ) -> tuple[Float[Array, "P 1 D"], FixedAttentionCache]:
         """One token of every request."""
         if isinstance(mixer, AttentionRows) and not self._batch_invariant:
             at = Address.of(slots, pool.length)
@@ -337,7 +337,7 @@ def passed(ends: Int[Array, " N"], places: Int[Array, " T"]) -> Int[Array, " T"]
 
 def chain(
     kind: "Recurrent | Attending", mixer: Any, x: Float[Array, "N T D"], pool: Any, slots: Indices
-) -> tuple[Float[Array, "N T D"], Accept]:
+) -> tuple[Float[Array, "P T D"], Accept]:
     """A token and its drafts of every request, each with one slot: the outputs, and the pool by how many stay.
 
     Without drafts it is `decode`.
