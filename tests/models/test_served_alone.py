@@ -51,7 +51,8 @@ def test_prompts_and_tokens_share_weights(monkeypatch):
     monkeypatch.setattr(program, "usable", lambda *_: True)
     served = ServedModel(model, max_batch=3)
     shapes = {x.shape for x in served.params}
-    assert (2 * 128, 32) in shapes and (32, 88) not in shapes  # both branches of an MLP, and not what they were
+    # Both branches of an MLP, and not what they were.
+    assert (2 * 128, 32) in shapes and (32, 88) not in shapes
     server = serving.Server(
         *(served.prefill, served.decode, served.params, served.make_pools(3, capacity=80)), max_batch=3
     )
