@@ -154,9 +154,9 @@ FAULTS = (
         "tests/rule/test_chunked.py::test_table[float32-channels-of-every-kind]",
     ),
     Fault(
-        "the decay to the end of a block stops at its half",
-        "[end_early * start_late[..., -1:, :], end_late]",
-        "[end_early, end_late]",
+        "the decay to the end of a chunk stops at its half",
+        "for x in (gate <= token, gate > token))",
+        "for x in (gate <= token, (gate > token) & (gate // (C // 2) == token // (C // 2))))",
         "tests/rule/test_chunked.py::test_table[float32-channels-of-every-kind]",
     ),
     Fault(
