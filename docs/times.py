@@ -31,8 +31,10 @@ measures all of it, on one GPU in one run:
 
     gdn bench all --json times.json
 
-It took 322 s on an H200 (2026-11-29), most of it compiling, in two calls: `--resume` went on after the first three
-parts. It checks results before it times them. `gdn bench all --help` names its parts, and `gdn bench --help` the
+It took 274 s on an H200 (2026-11-29, one run), most of it compiling. Tests on the machine's other card kept the cores
+of the host busy from about the middle of the first training step on, with a load of 34 on 32 cores. The
+training step and all later parts shared the host with them, which their slowest calls show. The command
+checks results before it times them. `gdn bench all --help` names its parts, and `gdn bench --help` the
 benchmarks with more sizes. [Tables of earlier versions](log/tables.md) have more shapes, memory, and what single
 changes gained; the [log](log/README.md) has what was tried.
 
