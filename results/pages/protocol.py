@@ -139,7 +139,6 @@ def without_runs(r: Numbers) -> list[str]:
         |---|---|---|---|
         | Mamba2's decay, linear attention | 64 | two, higher rate | `{MQAR}_two.full.json --mixers mamba2 linear_attention --lrs 0.01 --together 3` |
         | linear attention | 64 | one, higher rate | `{MQAR}_one.full.json --mixers linear_attention --lrs 0.032 --together 3` |
-        | Mamba2's decay | 128 | one | `{MQAR}_one.full.json --mixers mamba2 --scales 4 --lrs 0.01 {NEW_KEYS}` |
         | Mamba2's decay | 128 | two | `{MQAR}_two.full.json --mixers mamba2 --scales 4 --lrs 0.0032 {NEW_KEYS}` |
         | Mamba2's decay, linear attention | 32 | one | `{MQAR}_one.full.json --mixers mamba2 linear_attention --scales 1 --lrs 0.01 {NEW_KEYS}` |
 
@@ -185,6 +184,7 @@ def how_they_were_run(r: Numbers) -> list[str]:
         | `f3012fe` | The evening of that day, two H200s, the same driver, next to tests: the last four seeds of `recall/apart`; `recall/start/linear_again` in two halves of eight seeds (its command makes them in one); seeds 1 and 2 of linear attention and of Mamba2's decay in `text/rows/own`, linear attention in `text/rows/passed`; `text/30m/erasure`; EDA in `recall/erasure`, and KDA with EDA's gate in `recall/erasure/once` (the other rules there are of `b436478`). |
         | `b353406` | `2026-11-29`, two H200s of one machine (driver `580.159.04`), five processes on one card and four on the other, next to the tests for a GPU and other programs: `recall/place/sizes_two_32` and `recall/place/sizes_two_128` (the two scales of one command), `recall/place/shuffled_delta`, new seeds in `recall/erasure`. Do not compare these seconds. |
         | `f88dce1` | The afternoon of that day, two H200s of one machine, the same driver, six processes on each card next to other programs: `recall/erasure/sixteen`, `recall/place/sizes_one_32` and `recall/place/sizes_one_128`, of which linear attention and Gated DeltaNet came an hour later, in processes of their own. Do not compare these seconds. |
+        | `0258a86` | Later that afternoon, an H200, the same driver: Mamba2's decay in `recall/place/sizes_one_128`, while another sweep was compiled for the same card. Do not compare these seconds. |
         | interventions of finding 1 | `python -m results.kept_models`, on the weights of `recall/place/kept_delta` and `recall/place/kept_gated` (ten megabytes each, not in the repository), and `python -m results.first_mixer`, both on two cores of a CPU. Their files have the versions. |
         | no longer shown | Seven sweeps older than `058cf94`, which changed the weights that a seed draws: parity up to 512 bits and its first version for a CPU, needles in noise (two) and among pairs, keys that are written once, and 16 keys that come again. One of short words of S3 showed nothing. They are in the history until `3b9abca`; no claim of these pages rests on them. |
         """),
