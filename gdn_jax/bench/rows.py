@@ -196,7 +196,7 @@ def floor_ms(row: Row, what: str) -> float:
 
     Products of a chunk of C tokens and a value head: forward 3 of 2 C K V (k S, q S, k^T v') and 2 of 2 C C V (A
     times values, P v'), and q k^T and k k^T, 2 C C K each, once for a key head; backward 8 and 10 such products, the
-    fewest that are known. With per-channel decay q k^T and k k^T are those of a value head. Bytes: arguments
+    fewest that are known. With per-channel decay q k^T and k k^T count for each value head. Bytes: arguments
     and results once each, gates and states in float32. An erasure counts nothing: its floor is that without.
 
     Args:

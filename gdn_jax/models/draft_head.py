@@ -83,7 +83,7 @@ class NoDrafts:
     """One token a step."""
 
     def make_pools(self, layers: tuple, slots: int, capacity: int | None) -> Any:
-        """Empty pools of a model, from those of its layers."""
+        """Empty pools of a model, from its layers' pools."""
         return layers
 
     def layers(self, pools: Any) -> tuple:
@@ -167,7 +167,7 @@ class HeadDrafts:
 
 
 class SlotDrafts(HeadDrafts):
-    """`HeadDrafts` whose pairs lie in the slots of a server. The methods are those of `NoDrafts`.
+    """`HeadDrafts` whose pairs lie in the slots of a server, with the methods of `NoDrafts`.
 
     Args:
       number, words: as for `HeadDrafts`.
@@ -187,7 +187,7 @@ class SlotDrafts(HeadDrafts):
     def after_prompts(
         self, model: LanguageModel, pieces: Pieces, layers: tuple, pools: DraftPools
     ) -> DraftPools:
-        """Each token makes a pair with the hidden state before it, that of a slot where a piece goes on."""
+        """Each token makes a pair with the hidden state before it; where a piece goes on, its slot has that state."""
         tokens, hidden, slots, T = pieces.tokens[0], pieces.hidden[0], pieces.slots, pieces.tokens.shape[1]
         at, goes_on = Address.of(slots, pools.hidden), jnp.asarray(pieces.has_initial_state)
         begins = jnp.asarray(pieces.cu_seqlens, jnp.int32)

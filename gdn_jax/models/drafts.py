@@ -154,7 +154,7 @@ def decode_with_drafts(
 class RowDrafts(HeadDrafts):
     """`HeadDrafts` whose pairs are the head's cache, with the rows as slots.
 
-    Args: those of `HeadDrafts`.
+    Args: as for `HeadDrafts`.
     """
 
     def _one(self, head, x, hidden, pairs, slots):

@@ -2,7 +2,7 @@
 
 A weight's gradient is a product whose sum over the devices nothing in the backward pass waits for. Left to itself XLA
 makes these products last, all of them: every block's activations stay in memory until then, so that recomputing
-blocks saves nothing, and the sums have no work left to run beside.
+blocks saves nothing, and no other work is left to run during the sums.
 """
 
 import jax

@@ -14,7 +14,7 @@ class Gates(NamedTuple):
     """The heads and gates of a layer, besides its arrays: decays of heads or of key channels, as dt_bias is."""
 
     H: int
-    """Heads of q, and of k, which are the first channels; those of v follow."""
+    """Heads of q, and of k, which are the first channels; heads of v follow."""
     decay: int
     """First channel of the raw inputs of the decays."""
     strength: int
@@ -104,7 +104,7 @@ def delta_layer(
       y: what is added to it, or parts of that, [P, .., D]; None: nothing.
       layer, gates, options: the layer.
       ahead: arrays that the next kernels read first, see `pallas_kernels.device.ahead`.
-      words: those of the kernels before this one, see `parts.products.words_after`; None: words of its own.
+      words: of the kernels before this one, see `parts.products.words_after`; None: words of its own.
 
     Returns:
       s in x's dtype; the output in parts, one for each value head, in the weight's dtype, of codes in the narrow

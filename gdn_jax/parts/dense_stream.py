@@ -41,7 +41,7 @@ def dense_stream(
 
         z = (silu(v A^T) * (v B^T)) W,   [A; B] = gate_up,   W = down
 
-    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
+    Args: as for the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.

@@ -154,7 +154,7 @@ def routed_stream(
     `choose` gives these for the scores n router^T, and `parts.experts.mixture` their sum; the shared expert is added,
     times the sigmoid of the last score where the router has a row more than there are experts.
 
-    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
+    Args: as for the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.

@@ -48,7 +48,7 @@ def stream_product(
 ) -> tuple[Float[Array, "*S C"], Float[Array, "*S F"]]:
     """The stream s = x + y, and n weight^T of its norm n = s (mean(s^2) + eps)^(-1/2) norm, in one kernel.
 
-    Args: those of the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
+    Args: as for the kernel's function; x, for which `takes` is true, and y may have more axes, of length 1.
 
     Returns:
       s in x's dtype, and the product. Numerics: float32; n is not rounded.

@@ -139,10 +139,8 @@ def _assembled(diagonal: jax.Array, below: list[jax.Array]) -> jax.Array:
         size = 1 << level
         blocks = C // (2 * size)
         x = x.reshape(*lead, blocks, 1, size, R, blocks, 1, size)
-        padded = {
-            len(lead) + 1: (1, 0, 0),
-            len(lead) + 5: (0, 1, 0),
-        }  # later halves of rows, earlier ones of columns
+        # Later halves of rows, earlier ones of columns.
+        padded = {len(lead) + 1: (1, 0, 0), len(lead) + 5: (0, 1, 0)}
         x = lax.pad(x, jnp.zeros((), x.dtype), [padded.get(axis, (0, 0, 0)) for axis in range(x.ndim)])
         one_block = jnp.asarray(i // (2 * size) == j // (2 * size))
         products = products + jnp.where(one_block, x.reshape(products.shape), 0)

@@ -54,7 +54,7 @@ def mix_token(
 
     Args:
       call: options.
-      H: heads of q, and of k, which are the first channels; those of v follow.
+      H: heads of q, and of k, which are the first channels; heads of v follow.
       gates: arrays in which the raw inputs of decays, [HV] or [HV, K], and of strengths lie, and their first channels
         there. They may be `channels` itself.
       channels: products of the layer's input: q, k and v before the convolution, then any others. `reason` is None.

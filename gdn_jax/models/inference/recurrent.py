@@ -99,7 +99,7 @@ class RecurrentRows(Reader):
         return None
 
     def narrow_group(self) -> Any:
-        """The product of the projections to decays and strengths alone, beside one in 8 bits; None of others."""
+        """The product of the projections to decays and strengths alone, where the other projections are in 8 bits; else None."""
         return None
 
     def token_weights(self) -> list[nnx.Param]:
