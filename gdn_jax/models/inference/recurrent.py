@@ -99,7 +99,7 @@ class RecurrentRows(Reader):
         return None
 
     def narrow_group(self) -> Any:
-        """The product of the projections to decays and strengths alone, where the other projections are in 8 bits; else None."""
+        """The product of the projections to decays and strengths, where only the others are in 8 bits; else None."""
         return None
 
     def token_weights(self) -> list[nnx.Param]:
