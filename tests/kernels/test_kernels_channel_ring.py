@@ -126,7 +126,7 @@ def test_refusals_say_why():
     with (
         interpreted(plgpu.InterpretGPUParams()),
         pytest.raises(
-            NotImplementedError, match="no kernel of trees of drafts on a ring with a decay of each"
+            NotImplementedError, match="no kernel of trees of drafts on a ring with per-channel decay"
         ),
     ):
         serving.verify(*tokens, trees, **options, parents=parents, implementation="mosaic_gpu")
