@@ -23,13 +23,19 @@ DOCS = package.ROOT / "docs"
 NOT_RUN = "# not run by the tests: "
 """How the code of a page begins that needs the network."""
 GUIDES = (
+    "checkpoints",
     "choosing",
     "coming_from",
+    "devices",
+    "finetune",
+    "fp8",
     "gallery",
+    "generation",
     "memory",
     "models",
     "neighbours",
     "own_model",
+    "parallel",
     "policy_gradients",
     "pretrain",
     "qwen",
