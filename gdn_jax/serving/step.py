@@ -182,7 +182,7 @@ def verify(
         default all.
       parents: [N, T] integers for a tree of drafts: the token that each one follows, which comes before it; -1 for
         the last accepted one. By default each follows the one before. Make a `RingPool` with trees for them. Pass the
-        tokens of a branch in a row: a token that does not follow its neighbour makes the kernels compute its
+        tokens of a branch one after another: a token that does not follow its neighbour makes the kernels compute its
         ancestors again.
       scale, use_qk_l2norm, allow_neg_eigval, state_layout, null_slot, layer, batch_invariant, implementation: as for
         `decode`.
