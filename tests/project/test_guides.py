@@ -66,7 +66,23 @@ def test_the_guide_on_choosing_runs():
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")  # which know no ShapeDtypeStruct
 @pytest.mark.parametrize(
-    "page", ["coming_from", "faq", "gallery", "index", "parallel", "qwen", "serve", "which_call"]
+    "page",
+    [
+        "checkpoints",
+        "coming_from",
+        "devices",
+        "faq",
+        "finetune",
+        "fp8",
+        "gallery",
+        "generation",
+        "index",
+        "models",
+        "parallel",
+        "qwen",
+        "serve",
+        "which_call",
+    ],
 )
 def test_a_guide_runs(page, tmp_path, monkeypatch):
     """In a folder of its own, as one writes files."""
