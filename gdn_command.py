@@ -39,30 +39,27 @@ USAGE = f"""usage: gdn COMMAND ...
   gdn sweep TASK     compare token mixers on a task: every mixer with several seeds and learning rates
   gdn reproduce NAME run a published setting, with the paper's numbers next to ours; without NAME, what there is
   gdn check          compare the implementations of the rule on this device with the definition
-  gdn bench          time the implementations of the rule on this device; gdn bench kernels, parts, step, generate,
-                     decode, prefill, serve and scale time its kernels, the parts of a model around it, a training
-                     step, a language model that reads and writes, tokens and prompts of many requests, a server, and
-                     several devices next to one; gdn bench all times a few sizes of each
+  gdn bench NAME     time a part of the library on this device, the rule without NAME; names: gdn bench --help
 
   tasks:{_LISTED.removeprefix("        ")}
 
 Every command has --help. gdn --version prints the version.
 """
 
-BENCHMARKS = (
-    "rule",
-    "kernels",
-    "parts",
-    "step",
-    "generate",
-    "decode",
-    "prefill",
-    "serve",
-    "scale",
-    "devices",
-    "all",
-)
-"""What `gdn bench` times; without a name it is the rule."""
+BENCHMARKS = {
+    "rule": "rule",
+    "kernels": "kernels",
+    "parts": "parts",
+    "step": "step",
+    "generate": "generate",
+    "decode": "decode",
+    "prefill": "prefill",
+    "serve": "serve",
+    "scale": "scale",
+    "devices": "devices",
+    "all": "whole",
+}
+"""What `gdn bench` times, and the module of `gdn_jax.bench` whose first line says what that is."""
 
 FIRST_WORDS = {
     "train": (*TASKS,),
@@ -72,7 +69,7 @@ FIRST_WORDS = {
     "sweep": tuple(task for task in TASKS if task != "tokens"),
     "reproduce": None,
     "check": None,
-    "bench": BENCHMARKS,
+    "bench": (*BENCHMARKS,),
 }
 """The commands with their first words: one of several names, a thing in words, or None: the command checks it."""
 
@@ -105,6 +102,9 @@ def answer(argv: list[str]) -> int | None:
         return _refuse(f"gdn: expected a command {_named(FIRST_WORDS, command)} (see gdn --help)")
     expected, wants_help = FIRST_WORDS[command], bool({"-h", "--help"} & {*argv})
     if command == "bench":
+        if first in ("-h", "--help"):
+            print(_benchmarks(), end="")
+            return 0
         if first is not None and not first.startswith("-") and first not in BENCHMARKS:
             return _refuse(f"gdn bench: expected a benchmark {_named(BENCHMARKS, first)}")
     elif isinstance(expected, tuple):
@@ -125,6 +125,20 @@ def answer(argv: list[str]) -> int | None:
             named[1] = "rule"
         return _refuse(f"gdn: Unrecognized options: {unknown} (see gdn {' '.join(named)} --help)")
     return None
+
+
+def _benchmarks() -> str:
+    """The help of `gdn bench`: every name with the first line of its module, which is read and not imported."""
+    lines = []
+    for name, module in BENCHMARKS.items():
+        with (_package() / "bench" / f"{module}.py").open(encoding="utf-8") as text:
+            lines.append(f"  {name:9} {text.readline().strip().strip('"')}\n")
+    every = "".join(lines)
+    return f"""usage: gdn bench [NAME] ...
+
+{every}
+Without NAME it is rule. gdn bench NAME --help has the options of each.
+"""
 
 
 def _unknown(words: list[str]) -> str:

@@ -1,6 +1,6 @@
 """The project's description on a package index: README.md without what points into the repository.
 
-Everything else is in pyproject.toml. An index shows the page elsewhere, where a path such as docs/models.md leads to
+Everything else is in pyproject.toml. An index shows the page elsewhere, where a path such as docs/serve.md leads to
 nothing: such a link becomes its text, and such a picture goes.
 """
 

@@ -266,7 +266,7 @@ def page(of: list[Device]) -> str:
         ),
         *section(
             "Reading a prompt",
-            "One row, by a call of `generate` for one token.",
+            "The time of a call of `generate` that reads one row and writes one token.",
             of,
             "generate",
             lambda x: f"{model['generate']}, {x['context']:,} tokens" if x["what"] == "prompt" else None,

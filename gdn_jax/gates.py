@@ -66,7 +66,7 @@ def channel_log_decay(
         g = lower_bound sigmoid(exp(A_log) (f + dt_bias))              with one, and bound "sigmoid"
         g = lower_bound (1 - exp(exp(A_log) softplus(f + dt_bias) / lower_bound))            "exponential"
 
-    The second is no clamped form of the first: at A_log = 0 the two differ by up to 2.3. The third is the first one
+    The second gate does not clamp the first: at A_log = 0 the two differ by up to 2.3. The third equals the first
     near 0, and never reaches the bound.
 
     Args:

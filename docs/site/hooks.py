@@ -38,6 +38,8 @@ PUBLISHED = (
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 FONT = "STIXTwoMath-Regular.ttf"
 LATEX = math_core.LatexToMathML()
+FIRST = "docs/index.md"
+"""The first page of the site."""
 LOG = "docs/log/"
 """Pages that the search leaves out: they are half of all words, for whoever changes a kernel."""
 STATE = "<!-- state.html -->"
@@ -94,7 +96,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Gives the first page the whole width, and leaves the log out of the search."""
-    if page.is_homepage:
+    if page.file.src_uri == FIRST:  # `is_homepage` is False inside of a part of the menu
         page.meta["hide"] = ["navigation", "toc"]
     if page.file.src_uri.startswith(LOG):
         page.meta["search"] = {"exclude": True}

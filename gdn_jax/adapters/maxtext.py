@@ -64,8 +64,8 @@ def jax_chunk_gated_delta_rule(
       ValueError: an argument is wrong; names it, what was expected and what came.
       NotImplementedError: cp_axis has several names.
 
-    Numerics: sums and states in float32. With compute_dtype float32 it is MaxText's result within rounding; in
-      bfloat16 it rounds less often.
+    Numerics: sums and states in float32. With compute_dtype float32 the result equals MaxText's within
+      rounding; with bfloat16 this function rounds less often.
     Source: maxtext 0.2.5, `maxtext.models.qwen3.jax_chunk_gated_delta_rule`.
     """
     rule = gated_delta_rule

@@ -2,7 +2,7 @@
 
 The report is Markdown, to be pasted into an issue. It has a line for each case: the rule in both passes by every
 implementation that the device supports, single tokens and drafts, prompts, the parts of a layer and the loss, a token
-of one row by models, and at last the rule in the sizes of the table of docs/devices.md. What the device does not run
+of one row by models, and at last the rule in the sizes of the table of docs/hardware.md. What the device does not run
 is named below the table with its reason. A case that is wrong or raises is a line too, and does not end the others.
 
 The rule, tokens and prompts are compared with a NumPy recurrence in float64 (`checks.oracle`), the rule in large

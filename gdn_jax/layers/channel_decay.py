@@ -102,12 +102,12 @@ class FirstFactors(NamedTuple):
 
 
 class ChannelDecayMixer(RecurrentMixer):
-    """A token mixer with per-channel decay; see the module docstring.
+    """A token mixer with per-channel decay, with the gates of `channel_log_decay`.
 
     Subclasses define their strengths by `_make_strengths`, `strength_projections`, `_logits` and `strengths`.
 
     Args: as for `GatedDeltaNet`, without rule and use_gate, and
-      gate: gate of the decay, see the module docstring. A bounded gate is not a clamped "softplus". The gate
+      gate: gate of the decay, "softplus", "lower_bound" or "exponential", see `channel_log_decay`. The gate
         "exponential" runs in plain JAX, and of all layers only `EraseThenDelta` can be served with it.
       lower_bound: the strongest log decay of a token with a bounded gate, below 0.
       gate_rank: rank of the decay's projection; "head_dim": the width of a head; None: full rank, one matrix.

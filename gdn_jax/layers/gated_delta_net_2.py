@@ -33,8 +33,8 @@ class GatedDeltaNet2(ChannelDecayMixer):
     Raises:
       ValueError: as `ChannelDecayMixer`.
 
-    Source: Hatamizadeh, Choi, Kautz, "Gated DeltaNet-2" (arXiv 2605.22791); fla's layer of that name, whose output
-      gate has a bias and whose decay and b belong to key heads, where here each output head has its own.
+    Source: Hatamizadeh, Choi, Kautz, "Gated DeltaNet-2" (arXiv 2605.22791); fla's layer of that name. There the
+      output gate has a bias, and the decay and b belong to key heads; here each output head has its own.
     """
 
     b_proj: blocks.Projection

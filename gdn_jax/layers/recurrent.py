@@ -59,10 +59,15 @@ class LayerOptions(TypedDict, total=False):
 
 
 class RecurrentMixer(nnx.Module):
-    """A token mixer with a short convolution and a recurrent state; see the module docstring.
+    """A token mixer with a short convolution and a recurrent state, the base of all layers here.
 
-    The constructor makes what all layers have, with the initial values that `GatedDeltaNet` describes. A layer's own
-    projections are made by its `_make_gates`, its decay, where it has none for each head, by its `_make_decay`.
+    A layer is `rule_inputs` (projections, convolution and gates), `apply_rule` and `rule_output` (norm of each head,
+    output gate and output projection), one after the other. This class has the cache, padding, packed rows, checks.
+    The constructor makes the parts of all layers, with the initial values that `GatedDeltaNet` describes. A layer
+    makes its own projections in `_make_gates`, and its decay in `_make_decay` where it has none for each head.
+
+    Parameters have param_dtype (float32 by default) and are cast to dtype, the compute dtype, at every call. Norms,
+    gates, the convolution's sums and the recurrent state are float32 in any case.
 
     Args: as for `GatedDeltaNet`.
 

@@ -22,7 +22,7 @@ from gdn_jax.shapes import Dims
 STEP_BYTES = 20 * 2**20
 """Bytes that a device may send, forward and backward together, for each log step of handing over states that an
 exchange saves. From two H200s with NVLink: a step takes 79 (the last one) or 138 microseconds, both passes together,
-and every MiB of an exchange 5.2 (docs/parallel.md)."""
+and every MiB of an exchange 5.2 (docs/scaling.md)."""
 
 
 def steps(devices: int) -> int:

@@ -38,12 +38,15 @@ def debug_checks(enabled: bool) -> None:
     """Switches checks on or off, for functions traced from now on. Off by default.
 
     Values: g <= 0, beta |k|^2 of about 2 at most (beyond it the state of the delta rule grows without bound, as where
-    keys were not normalised), and cu_seqlens ascending. Known arrays are checked at once, with a ValueError; under
-    jit they are checked on the host while the program runs, which raises there (jax reports it as a
-    `JaxRuntimeError` that carries the ValueError's text) and costs a transfer per call. Layout: fewer tokens than
-    heads, as where arrays are [B, heads, T, width], are a UserWarning; it may be right, so that there is none without
-    `debug_checks`. Shardings: an argument that lies on a mesh along a dimension that the operation cannot split,
-    tokens or heads that do not divide, is a UserWarning while the program is compiled.
+    keys were not normalised), and cu_seqlens ascending. An array whose values are known is checked at once and raises
+    a ValueError. Under jit the host checks the values while the program runs. This costs a transfer per call, and jax
+    reports the error as a `JaxRuntimeError` that carries the ValueError's text.
+
+    Layout: fewer tokens than heads give a UserWarning, because the arrays may be [B, heads, T, width]. Such a call
+    may be right, so that there is no warning without `debug_checks`.
+
+    Shardings: an argument that lies on a mesh along a dimension that the operation cannot split, tokens or heads that
+    do not divide, gives a UserWarning while the program is compiled.
 
     Args:
       enabled: whether they are on.

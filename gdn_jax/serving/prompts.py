@@ -69,8 +69,8 @@ def prefill(
         none is kept.
       scale, use_qk_l2norm, state_layout, chunk_size: as for `gated_delta_rule`.
       null_slot, layer: as for `decode`.
-      batch_invariant: the bits of a sequence do not depend on the others of the call. Chunks of 64 tokens then come
-        one after the other, which is slower. With a pool that does not round, pieces that end on multiples of 64
+      batch_invariant: the bits of a sequence do not depend on other sequences of the call. Chunks of 64 tokens then
+        come one after the other, which is slower. With a pool that does not round, pieces that end on multiples of 64
         tokens have the bits of the whole prompt.
       implementation: of `delta_rule`. Where that is "mosaic_gpu", the kernels read states in their slots and write
         them there, if g and beta are of each head, the pool is an array of float32 or bfloat16, K and V are multiples

@@ -46,7 +46,7 @@ def decode(
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
         S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = scale q^T S
 
-    With per-channel gates (a of each key channel), or with w or lower_bound, it is `delta_rule` with its gates:
+    If a has a value for each key channel, or if you pass w or lower_bound, it is `delta_rule` with its gates:
 
         g = channel_log_decay(a, A_log, dt_bias, lower_bound);   erase = sigmoid(b);   write = sigmoid(w)
         S <- Diag(exp(g)) S;   u = write * v - S^T (erase * k);   S <- S + k u^T;   o = scale S^T q
@@ -55,7 +55,7 @@ def decode(
       q, k, v: queries [B, Hq, K], keys [B, Hk, K] and values [B, HV, V] of one floating dtype. Usually Hq = Hk and HO
         is HV; what `gated_delta_rule` says of heads holds here.
       a, b: raw inputs [B, HO] of the gates, any floating dtype. Pass the outputs of the projections unchanged: the
-        gates are computed in float32. With per-channel gates a is [B, HO, K], and with w b may be, too.
+        gates are computed in float32. With per-channel gates a is [B, HO, K]. With w, b may be [B, HO, K], too.
       pool: states [slots, HO, K, V], or [slots, HO, V, K] with state_layout "vk", of any floating dtype; or a
         `RingPool`, which writes a state only when its ring is full. For per-channel gates make the ring with
         `channels`.
@@ -182,7 +182,7 @@ def verify(
         default all.
       parents: [N, T] integers for a tree of drafts: the token that each one follows, which comes before it; -1 for
         the last accepted one. By default each follows the one before. Make a `RingPool` with trees for them. Pass the
-        tokens of a branch in a row: a token that does not follow its neighbour makes the kernels compute its
+        tokens of a branch one after another: a token that does not follow its neighbour makes the kernels compute its
         ancestors again.
       scale, use_qk_l2norm, allow_neg_eigval, state_layout, null_slot, layer, batch_invariant, implementation: as for
         `decode`.

@@ -23,13 +23,19 @@ DOCS = package.ROOT / "docs"
 NOT_RUN = "# not run by the tests: "
 """How the code of a page begins that needs the network."""
 GUIDES = (
+    "checkpoints",
     "choosing",
     "coming_from",
+    "devices",
+    "finetune",
+    "fp8",
     "gallery",
+    "generation",
     "memory",
     "models",
     "neighbours",
     "own_model",
+    "parallel",
     "policy_gradients",
     "pretrain",
     "qwen",
@@ -60,7 +66,20 @@ def test_the_guide_on_choosing_runs():
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")  # which know no ShapeDtypeStruct
 @pytest.mark.parametrize(
-    "page", ["coming_from", "faq", "gallery", "index", "parallel", "qwen", "serve", "which_call"]
+    "page",
+    [
+        "checkpoints",
+        "coming_from",
+        "devices",
+        "faq",
+        "gallery",
+        "index",
+        "models",
+        "parallel",
+        "qwen",
+        "serve",
+        "which_call",
+    ],
 )
 def test_a_guide_runs(page, tmp_path, monkeypatch):
     """In a folder of its own, as one writes files."""

@@ -31,7 +31,7 @@ def numbers(page: str, pattern: str) -> list[float]:
 def test_tokens_up_to_which_heads_are_exchanged():
     """Four and eight devices, 16 key and 32 value heads of width 128 in 16 bits."""
     said = numbers(
-        "parallel.md", r"up to ([\d,]+) tokens on each of four devices and ([\d,]+) on each of eight"
+        "scaling.md", r"up to ([\d,]+) tokens on each of four devices and ([\d,]+) on each of eight"
     )
     for devices, tokens in zip((4, 8), said, strict=True):
         dims = partial(Dims, 1, N=1, Hq=16, Hk=16, HV=32, HO=32, K=128, V=128)
@@ -42,7 +42,7 @@ def test_tokens_up_to_which_heads_are_exchanged():
 def test_kibibytes_of_a_head_with_a_ring():
     """States in float32, bfloat16 and int8, and the requests that the last has room for."""
     *said, ratio = numbers(
-        "models.md", r"takes ([\d.]+) KiB, ([\d.]+) KiB and ([\d.]+) KiB: int8 has room for ([\d.]+) times"
+        "serve.md", r"takes ([\d.]+) KiB, ([\d.]+) KiB and ([\d.]+) KiB: int8 has room for ([\d.]+) times"
     )
 
     def pool(dtype):

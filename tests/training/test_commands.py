@@ -247,6 +247,7 @@ def test_the_installed_command_is_that_one():
         ("", 2, "usage: gdn"),
         ("--version", 0, "gdn-jax "),
         ("train --help", 0, "usage: gdn"),
+        ("bench --help", 0, "usage: gdn bench"),
         ("fly", 2, "gdn: expected a command train, generate, "),
         ("bench stpe", 2, "gdn bench: expected a benchmark rule, kernels, "),
         ("train bytes book.txt", 2, "gdn: Unrecognized options: book.txt (see gdn train bytes --help)"),
