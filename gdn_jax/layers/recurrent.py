@@ -151,7 +151,8 @@ class RecurrentMixer(nnx.Module):
             bias = nnx.Param(jnp.zeros(self.conv_dim, param_dtype)) if conv_bias else None
         self.conv_weight, self.conv_bias = weight, bias
         self._make_decay(rngs)
-        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+        options: Any = dict(dtype=jnp.float32, param_dtype=param_dtype, implementation=implementation)
+        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, **options)
 
     def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
         """Sets the projections to the gates; linear(inputs, outputs) makes one."""
