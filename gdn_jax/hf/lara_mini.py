@@ -57,21 +57,14 @@ def _config(fields: Fields) -> ModelConfig:
         window = dataclasses.replace(whole, window=fields.size("sliding_window"), **rotation)
     experts = qwen3_next.experts(fields, fields.get("norm_topk_prob", bool))
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=fields.size("linear_num_key_heads"),
         num_v_heads=fields.size("linear_num_value_heads"),
         head_dim=key_dim,
         expand_v=fields.size("linear_value_head_dim") / key_dim,
-        conv_size=fields.size("linear_conv_kernel_dim"),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
-        layer_types=types,
         attention=whole if "attention" in types else None,
         window_attention=window,
         experts=dataclasses.replace(experts, shared_gate=False),
-        scale_embedding=False,
     )
 
 

@@ -55,22 +55,15 @@ def _config(fields: Fields) -> ModelConfig:
         reordered_norm=True,
     )
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=key_heads,
         num_v_heads=or_else("linear_num_value_heads", heads),
         head_dim=head_dim,
         expand_v=or_else("linear_value_head_dim", 2 * head_dim) / head_dim,
-        conv_size=fields.size("linear_conv_kernel_dim"),
         intermediate_size=fields.size("intermediate_size"),
         allow_neg_eigval=fields.get("linear_allow_neg_eigval", bool),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
         mixer_norm_eps=MIXER_NORM_EPS,
-        layer_types=types,
         attention=attention if "attention" in types else None,
-        scale_embedding=False,
     )
 
 

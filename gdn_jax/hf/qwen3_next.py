@@ -6,7 +6,8 @@ norm of queries and keys in each head, and partial rotary positions. Source: `mo
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from gdn_jax.commands.errors import brief
@@ -76,20 +77,13 @@ def decoder(fields: Fields, **options: Any) -> ModelConfig:
     types = fields.layer_types()
     head_dim = fields.size("linear_key_head_dim")
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=fields.size("linear_num_key_heads"),
         num_v_heads=fields.size("linear_num_value_heads"),
         head_dim=head_dim,
         expand_v=fields.size("linear_value_head_dim") / head_dim,
-        conv_size=fields.size("linear_conv_kernel_dim"),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
-        layer_types=types,
         attention=attention(fields) if "attention" in types else None,
         zero_centred_norms=True,
-        scale_embedding=False,
         **options,
     )
 
@@ -274,14 +268,21 @@ def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Wei
         yield rows(f"{tensors}.{name}.weight", sizes, config.hidden_size, groups)
 
 
-def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
+def weights(
+    projections: Callable[[ModelConfig, str, str], Iterator[Weight]], config: ModelConfig, names: Names
+) -> Iterator[Weight]:
+    """Weights of the blocks of a hybrid model of Qwen.
+
+    Args:
+      projections: makes those of the projections of a GatedDeltaNet's input, as `_projections`.
+    """
     for layer, kind in enumerate(config.types):
         tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}.mixer"
         yield from norm_weights(config, layer, names)
         if kind == "attention":
             yield from attention_weights(config, f"{tensors}.self_attn", params)
         else:
-            yield from _projections(config, f"{tensors}.linear_attn", params)
+            yield from projections(config, f"{tensors}.linear_attn", params)
             yield from gated_delta_net_weights(config, f"{tensors}.linear_attn", params)
         yield from mlp_weights(config, layer, names)
 
@@ -292,7 +293,7 @@ FAMILY = Family(
     defaults=DEFAULTS,
     config=_config,
     fields=_fields,
-    weights=_weights,
+    weights=partial(weights, _projections),
     eight_bits=EIGHT_BITS,
     mtp=mtp_weights,
 )
