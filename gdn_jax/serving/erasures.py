@@ -110,10 +110,10 @@ def erase_then_delta_decode(
         call, memory = checked("B", Call(**bounds, **options), raw, memory, at)
         if memory.erases_at_once:
             return shards.by_heads((type(memory).decode, call), memory, raw, at)
+    q, k, v, a, b, erase_key, w = (x[:, None] for x in (q, k, v, a, b, erase_key, w))
     slots = draft_slots(pool, read_slots[:, None])
     where: Any = dict(state_slots=slots, num_accepted_tokens=np.ones(read_slots.shape, np.int32))
     where |= dict(state_layout=state_layout, null_slot=null_slot, layer=layer)
-    q, k, v, a, b, erase_key, w = (x[:, None] for x in (q, k, v, a, b, erase_key, w))
     where |= dict(A_log=A_log, dt_bias=dt_bias) | bounds | options
     o, pool = erase_then_delta_verify(q, k, v, a, b, erase_key, w, pool, **where)
     return o[:, 0], pool
