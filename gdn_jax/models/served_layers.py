@@ -18,6 +18,7 @@ from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCa
 from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.inference.recurrent import RecurrentRows
 from gdn_jax.parts.cached_attention import Place
+from gdn_jax.parts.kernels import BY_KERNELS
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
@@ -372,9 +373,8 @@ def _layer(mixer: RecurrentMixer | RecurrentRows) -> Any:
 
 
 def _implementation(mixer: RecurrentMixer) -> str | None:
-    """The implementation of a layer's convolutions and tokens, see `parts.kernels.usable`: "xla", or None, since the
-    kernels of "mosaic_gpu" do not take every call."""
-    return None if mixer.implementation in (None, "mosaic_gpu") else "xla"
+    """The implementation of a layer's convolutions and tokens, which are parts around the rule of its prompts."""
+    return None if mixer.implementation in BY_KERNELS else "xla"
 
 
 def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:

@@ -29,7 +29,10 @@ KERNELS_OF_RULE = {
 """Kernels of each call, by mixer and length of the rings."""
 
 
-@pytest.mark.parametrize(("mixer", "ring"), KERNELS_OF_RULE)
+@pytest.mark.parametrize(
+    ("mixer", "ring"),
+    [case if case[1] is None else pytest.param(*case, marks=pytest.mark.slow) for case in KERNELS_OF_RULE],
+)
 @pytest.mark.parametrize("implementation", [None, "chunked"])
 def test_a_served_model_runs_what_its_configuration_names(mixer, ring, implementation, monkeypatch):
     """Named "chunked", prompts, tokens and drafts launch no kernel on a GPU. Without a name they launch those of the
