@@ -12,7 +12,7 @@ from typing import Any
 from gdn_jax.hf import own, qwen3_next
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import LAYER_TYPES, Fields
-from gdn_jax.hf.weights import Weight, fused_experts, projection, rows, same
+from gdn_jax.hf.weights import Weight, attention_weights, fused_experts, projection, rows
 from gdn_jax.layers.gated_delta_net import GatedDeltaNetMixer
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
@@ -111,15 +111,6 @@ def _mixer_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[W
     yield from qwen3_next.gated_delta_net_weights(config, tensors, params, norm="out_norm")
 
 
-def _attention_weights(a: AttentionConfig, hidden: int, tensors: str, params: str) -> Iterator[Weight]:
-    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
-    sizes = (("q", width, hidden), ("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width))
-    for name, outputs, inputs in sizes:
-        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
-    for name in ("q_norm", "k_norm"):
-        yield same(f"{tensors}.{name}.weight", f"{params}.{name}.weight", a.head_dim)
-
-
 def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
     e, hidden = config.experts, config.hidden_size
     assert e is not None
@@ -127,7 +118,7 @@ def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
         tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
         yield from qwen3_next.norm_weights(config, layer, names)
         if (a := config.attention_of(kind)) is not None:
-            yield from _attention_weights(a, hidden, f"{tensors}.self_attn", f"{params}.mixer")
+            yield from attention_weights(a, hidden, f"{tensors}.self_attn", f"{params}.mixer")
         else:
             yield from _mixer_weights(config, f"{tensors}.linear_attn", f"{params}.mixer")
         mlp, fused = f"{params}.mlp", f"{tensors}.mlp.experts"
