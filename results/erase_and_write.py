@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from gdn_jax.layers import blocks
 from gdn_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetMixer
-from gdn_jax.layers.recurrent import at_tokens
+from gdn_jax.layers.recurrent import ALONE, Rows, at_tokens
 from gdn_jax.layers.table import TOKEN_MIXERS
 from gdn_jax.styles import COLORS, Style
 
@@ -56,11 +56,11 @@ class EraseAndWrite(GatedDeltaNet):
         """See `RecurrentMixer.strength_projections`: a write_start is that of w alone."""
         return (self.w_proj,)
 
-    def rule_inputs(self, x: Array, *, mask: Array | None = None, **options: Any) -> Any:
+    def rule_inputs(self, x: Array, rows: Rows = ALONE) -> Any:
         """See `RecurrentMixer.rule_inputs`."""
-        inputs, conv_state = super().rule_inputs(x, mask=mask, **options)
+        inputs, conv_state = super().rule_inputs(x, rows)
         erase, write = (_sigmoid(linear(x)) for linear in (self.b_proj, self.w_proj))
-        (ratio,) = at_tokens(mask, write / erase)
+        (ratio,) = at_tokens(rows.mask, write / erase)
         return inputs._replace(v=(ratio[..., None] * inputs.v).astype(inputs.v.dtype)), conv_state
 
     def _as_one(self, x: Array) -> None:

@@ -95,6 +95,23 @@ class Fields:
                 )
         return tuple(known[kind] for kind in given)
 
+    def of_decoder(self, types: tuple[str, ...]) -> dict[str, Any]:
+        """Options of a `ModelConfig` that every family has under the same names.
+
+        Args:
+          types: of `layer_types`.
+        """
+        return dict(
+            vocab_size=self.size("vocab_size"),
+            hidden_size=self.size("hidden_size"),
+            num_layers=len(types),
+            conv_size=self.size("linear_conv_kernel_dim"),
+            tie_embeddings=self.get("tie_word_embeddings", bool),
+            norm_eps=self.get("rms_norm_eps", float),
+            layer_types=types,
+            scale_embedding=False,
+        )
+
     def rope(self) -> tuple[float | None, float]:
         """Base of the rotary wavelengths (None: no positions), and the part of a head that is rotated.
 

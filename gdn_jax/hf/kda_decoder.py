@@ -118,22 +118,15 @@ def decoder(fields: Fields, mixer: KimiDelta, **attention: Any) -> ModelConfig:
         routing=SigmoidRouting(fields.size("num_expert_group"), fields.size("topk_group"), factor),
     )
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=fields.size("linear_num_heads"),
         head_dim=fields.size("linear_head_dim"),
         expand_v=1.0,
-        conv_size=fields.size("linear_conv_kernel_dim"),
         mixer=mixer,
         intermediate_size=fields.size("intermediate_size"),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
-        layer_types=types,
         attention=latent if "attention" in types else None,
         experts=experts,
         dense_layers=_dense_layers(fields),
-        scale_embedding=False,
     )
 
 

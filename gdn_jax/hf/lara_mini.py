@@ -12,7 +12,7 @@ from typing import Any
 from gdn_jax.hf import own, qwen3_next
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import LAYER_TYPES, Fields
-from gdn_jax.hf.weights import Weight, fused_experts, projection, rows, same
+from gdn_jax.hf.weights import Weight, attention_weights, fused_experts, projection, rows
 from gdn_jax.layers.gated_delta_net import GatedDeltaNetMixer
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
@@ -57,21 +57,14 @@ def _config(fields: Fields) -> ModelConfig:
         window = dataclasses.replace(whole, window=fields.size("sliding_window"), **rotation)
     experts = qwen3_next.experts(fields, fields.get("norm_topk_prob", bool))
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=fields.size("linear_num_key_heads"),
         num_v_heads=fields.size("linear_num_value_heads"),
         head_dim=key_dim,
         expand_v=fields.size("linear_value_head_dim") / key_dim,
-        conv_size=fields.size("linear_conv_kernel_dim"),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
-        layer_types=types,
         attention=whole if "attention" in types else None,
         window_attention=window,
         experts=dataclasses.replace(experts, shared_gate=False),
-        scale_embedding=False,
     )
 
 
@@ -118,15 +111,6 @@ def _mixer_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[W
     yield from qwen3_next.gated_delta_net_weights(config, tensors, params, norm="out_norm")
 
 
-def _attention_weights(a: AttentionConfig, hidden: int, tensors: str, params: str) -> Iterator[Weight]:
-    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
-    sizes = (("q", width, hidden), ("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width))
-    for name, outputs, inputs in sizes:
-        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
-    for name in ("q_norm", "k_norm"):
-        yield same(f"{tensors}.{name}.weight", f"{params}.{name}.weight", a.head_dim)
-
-
 def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
     e, hidden = config.experts, config.hidden_size
     assert e is not None
@@ -134,7 +118,7 @@ def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
         tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
         yield from qwen3_next.norm_weights(config, layer, names)
         if (a := config.attention_of(kind)) is not None:
-            yield from _attention_weights(a, hidden, f"{tensors}.self_attn", f"{params}.mixer")
+            yield from attention_weights(a, hidden, f"{tensors}.self_attn", f"{params}.mixer")
         else:
             yield from _mixer_weights(config, f"{tensors}.linear_attn", f"{params}.mixer")
         mlp, fused = f"{params}.mlp", f"{tensors}.mlp.experts"

@@ -11,7 +11,7 @@ from gdn_jax.hf import own
 from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.qwen3_next import swiglu_weights
-from gdn_jax.hf.weights import Weight, convolution, projection, same
+from gdn_jax.hf.weights import Weight, attention_weights, convolution, projection, same
 from gdn_jax.layers.gated_delta_net import GatedDeltaNetMixer
 from gdn_jax.layers.options import value_width
 from gdn_jax.models.config import AttentionConfig, ModelConfig
@@ -55,22 +55,15 @@ def _config(fields: Fields) -> ModelConfig:
         reordered_norm=True,
     )
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=key_heads,
         num_v_heads=or_else("linear_num_value_heads", heads),
         head_dim=head_dim,
         expand_v=or_else("linear_value_head_dim", 2 * head_dim) / head_dim,
-        conv_size=fields.size("linear_conv_kernel_dim"),
         intermediate_size=fields.size("intermediate_size"),
         allow_neg_eigval=fields.get("linear_allow_neg_eigval", bool),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
         mixer_norm_eps=MIXER_NORM_EPS,
-        layer_types=types,
         attention=attention if "attention" in types else None,
-        scale_embedding=False,
     )
 
 
@@ -106,19 +99,6 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
-    a, hidden = config.attention, config.hidden_size
-    assert a is not None
-    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
-    sizes = (("q", width, hidden), ("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width))
-    for name, outputs, inputs in sizes:
-        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
-        if a.bias:
-            yield same(f"{tensors}.{name}_proj.bias", f"{params}.{name}_proj.bias", outputs)
-    yield same(f"{tensors}.q_norm.weight", f"{params}.q_norm.weight", width)
-    yield same(f"{tensors}.k_norm.weight", f"{params}.k_norm.weight", kv_width)
-
-
 def _gated_delta_net_weights(
     config: ModelConfig, tensors: str, params: str, names: Names
 ) -> Iterator[Weight]:
@@ -152,8 +132,8 @@ def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
     for layer, kind in enumerate(config.types):
         tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}"
         # Released files and those that transformers writes have other names for the same norms.
-        if kind == "attention":
-            yield from _attention_weights(config, f"{tensors}.self_attn", f"{params}.mixer")
+        if (a := config.attention_of(kind)) is not None:
+            yield from attention_weights(a, config.hidden_size, f"{tensors}.self_attn", f"{params}.mixer")
             mixer_norm, mlp_norm = (
                 ("post_attention_layernorm", "feedforward_layer_norm"),
                 ("post_feedforward_layernorm",),

@@ -4,11 +4,13 @@ Released models hold the decoder in a model for images: its fields are the `text
 `model.language_model.`. Source: `modeling_qwen3_5.py` of transformers.
 """
 
+import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from gdn_jax.hf import qwen3_next
-from gdn_jax.hf.family import Family, Names
+from gdn_jax.hf.family import Family
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.weights import Weight, projection, rows
 from gdn_jax.layers.options import value_width
@@ -60,35 +62,20 @@ def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Wei
         )
 
 
-def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
-    for layer, kind in enumerate(config.types):
-        tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}.mixer"
-        yield from qwen3_next.norm_weights(config, layer, names)
-        if kind == "attention":
-            yield from qwen3_next.attention_weights(config, f"{tensors}.self_attn", params)
-        else:
-            yield from _projections(config, f"{tensors}.linear_attn", params)
-            yield from qwen3_next.gated_delta_net_weights(config, f"{tensors}.linear_attn", params)
-        yield from qwen3_next.mlp_weights(config, layer, names)
-
-
 DENSE = Family(
     model_types=("qwen3_5_text", "qwen3_5"),
     architecture="Qwen3_5ForCausalLM",
     defaults=DEFAULTS,
     config=_dense_config,
     fields=_dense_fields,
-    weights=_weights,
+    weights=partial(qwen3_next.weights, _projections),
     eight_bits=qwen3_next.EIGHT_BITS,
     mtp=qwen3_next.mtp_weights,
 )
-MOE = Family(
+MOE = dataclasses.replace(
+    DENSE,
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     architecture="Qwen3_5MoeForCausalLM",
-    defaults=DEFAULTS,
     config=_moe_config,
     fields=_moe_fields,
-    weights=_weights,
-    eight_bits=qwen3_next.EIGHT_BITS,
-    mtp=qwen3_next.mtp_weights,
 )

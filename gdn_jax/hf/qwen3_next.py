@@ -6,7 +6,8 @@ norm of queries and keys in each head, and partial rotary positions. Source: `mo
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from gdn_jax.commands.errors import brief
@@ -15,6 +16,7 @@ from gdn_jax.hf.family import Family, Names
 from gdn_jax.hf.fields import Fields
 from gdn_jax.hf.weights import (
     Weight,
+    attention_weights,
     bias_rows,
     convolution,
     fused_experts,
@@ -76,20 +78,13 @@ def decoder(fields: Fields, **options: Any) -> ModelConfig:
     types = fields.layer_types()
     head_dim = fields.size("linear_key_head_dim")
     return ModelConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=fields.size("hidden_size"),
-        num_layers=len(types),
+        **fields.of_decoder(types),
         num_heads=fields.size("linear_num_key_heads"),
         num_v_heads=fields.size("linear_num_value_heads"),
         head_dim=head_dim,
         expand_v=fields.size("linear_value_head_dim") / head_dim,
-        conv_size=fields.size("linear_conv_kernel_dim"),
-        tie_embeddings=fields.get("tie_word_embeddings", bool),
-        norm_eps=fields.get("rms_norm_eps", float),
-        layer_types=types,
         attention=attention(fields) if "attention" in types else None,
         zero_centred_norms=True,
-        scale_embedding=False,
         **options,
     )
 
@@ -177,22 +172,17 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
+def _attention_weights(config: ModelConfig, tensors: str, params: str) -> Iterator[Weight]:
     """Weights of an attention layer. q_proj holds queries and gate of each head in turn."""
     a, hidden = config.attention, config.hidden_size
     assert a is not None
-    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
-    both = {f"{params}.q_proj.kernel": a.head_dim, f"{params}.g_proj.kernel": a.head_dim}
-    yield rows(f"{tensors}.q_proj.weight", both, hidden, a.num_heads)
-    for name, outputs, inputs in (("k", kv_width, hidden), ("v", kv_width, hidden), ("o", hidden, width)):
-        yield projection(f"{tensors}.{name}_proj.weight", f"{params}.{name}_proj.kernel", outputs, inputs)
-        if a.bias:
-            yield same(f"{tensors}.{name}_proj.bias", f"{params}.{name}_proj.bias", outputs)
+    kernels, biases = (
+        {f"{params}.{name}_proj.{kind}": a.head_dim for name in "qg"} for kind in ("kernel", "bias")
+    )
+    yield rows(f"{tensors}.q_proj.weight", kernels, hidden, a.num_heads)
     if a.bias:
-        both = {f"{params}.q_proj.bias": a.head_dim, f"{params}.g_proj.bias": a.head_dim}
-        yield bias_rows(f"{tensors}.q_proj.bias", both, a.num_heads)
-    for name in ("q_norm", "k_norm"):
-        yield same(f"{tensors}.{name}.weight", f"{params}.{name}.weight", a.head_dim)
+        yield bias_rows(f"{tensors}.q_proj.bias", biases, a.num_heads)
+    yield from attention_weights(a, hidden, tensors, params, "kvo")
 
 
 def gated_delta_net_weights(
@@ -250,7 +240,7 @@ def mtp_weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
         yield same(f"mtp.pre_fc_norm_{name}.weight", f"mtp.{name}_norm.weight", hidden)
     yield same("mtp.norm.weight", "mtp.norm.weight", hidden)
     yield from in_head(0, norm_weights(config, 0, inner))
-    yield from in_head(0, attention_weights(config, "mtp.layers.0.self_attn", "blocks.0.mixer"))
+    yield from in_head(0, _attention_weights(config, "mtp.layers.0.self_attn", "blocks.0.mixer"))
     yield from in_head(0, mlp_weights(dataclasses.replace(config, dense_layers=()), 0, inner))
 
 
@@ -274,14 +264,21 @@ def _projections(config: ModelConfig, tensors: str, params: str) -> Iterator[Wei
         yield rows(f"{tensors}.{name}.weight", sizes, config.hidden_size, groups)
 
 
-def _weights(config: ModelConfig, names: Names) -> Iterator[Weight]:
+def weights(
+    projections: Callable[[ModelConfig, str, str], Iterator[Weight]], config: ModelConfig, names: Names
+) -> Iterator[Weight]:
+    """Weights of the blocks of a hybrid model of Qwen.
+
+    Args:
+      projections: makes those of the projections of a GatedDeltaNet's input, as `_projections`.
+    """
     for layer, kind in enumerate(config.types):
         tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}.mixer"
         yield from norm_weights(config, layer, names)
         if kind == "attention":
-            yield from attention_weights(config, f"{tensors}.self_attn", params)
+            yield from _attention_weights(config, f"{tensors}.self_attn", params)
         else:
-            yield from _projections(config, f"{tensors}.linear_attn", params)
+            yield from projections(config, f"{tensors}.linear_attn", params)
             yield from gated_delta_net_weights(config, f"{tensors}.linear_attn", params)
         yield from mlp_weights(config, layer, names)
 
@@ -292,7 +289,7 @@ FAMILY = Family(
     defaults=DEFAULTS,
     config=_config,
     fields=_fields,
-    weights=_weights,
+    weights=partial(weights, _projections),
     eight_bits=EIGHT_BITS,
     mtp=mtp_weights,
 )

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gdn_jax.models.config import AttentionConfig
+
 
 class Weight(NamedTuple):
     """Tensors of a checkpoint and the parameters that hold the same numbers.
@@ -200,3 +202,19 @@ def separate_experts(
         Weight(gate_up, (f"{param}.gate_up",), read_gate_up, write_gate_up),
         Weight(down, (f"{param}.down",), read_down, write_down),
     ]
+
+
+def attention_weights(
+    a: AttentionConfig, hidden: int, tensors: str, params: str, projections: str = "qkvo"
+) -> Iterator[Weight]:
+    """Weights of an attention layer: some of its projections with biases, and its norms of queries and keys."""
+    width, kv_width = a.num_heads * a.head_dim, (a.num_kv_heads or a.num_heads) * a.head_dim
+    sizes = {"q": (width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, width)}
+    for name in projections:
+        theirs, ours = f"{tensors}.{name}_proj", f"{params}.{name}_proj"
+        yield projection(f"{theirs}.weight", f"{ours}.kernel", *sizes[name])
+        if a.bias:
+            yield same(f"{theirs}.bias", f"{ours}.bias", sizes[name][0])
+    for name in "qk":
+        size = a.head_dim if a.qk_norm == "head" else sizes[name][0]
+        yield same(f"{tensors}.{name}_norm.weight", f"{params}.{name}_norm.weight", size)

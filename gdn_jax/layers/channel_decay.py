@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from gdn_jax.gates import MAX_RATE, channel_log_decay, init_A_log, init_dt_bias
 from gdn_jax.layers import blocks
@@ -31,7 +31,7 @@ from gdn_jax.layers.mixer import (
     strength_at_start,
 )
 from gdn_jax.layers.options import check_positive
-from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
+from gdn_jax.layers.recurrent import ALONE, LayerOptions, RecurrentMixer, Rows, at_tokens
 from gdn_jax.parallel.token_shards import DELTA_RULE
 from gdn_jax.parts.channel_gates import channel_gates
 from gdn_jax.parts.norms import gated_norm
@@ -245,45 +245,26 @@ class ChannelDecayMixer(RecurrentMixer):
         return g, *self.strengths(b, w)
 
     def rule_inputs(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        conv_state: Float[Array, "N conv_dim W1"] | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
-        first: FirstFactors | None = None,
+        self, x: Float[Array, "B T D"], rows: Rows = ALONE, first: FirstFactors | None = None
     ) -> tuple[ChannelInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`."""
-        qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x, first)))
+        qkv, gates = self.project_qkv(x), at_tokens(rows.mask, *self.gates(*self.raw_gates(x, first)))
         heads = KeyHeads(self.num_heads, self.head_dim)
-        q, k, v, conv_state = self._convolve_qkv(heads, qkv, conv_state, mask, segment_ids, cu_seqlens)
+        q, k, v, conv_state = self._convolve_qkv(heads, qkv, rows)
         return ChannelInputs(q, k, v, *gates), conv_state
 
     def apply_rule(
-        self,
-        inputs: ChannelInputs,
-        *,
-        initial_state: Float[Array, "N HO K V"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, inputs: ChannelInputs, rows: Rows = ALONE
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
         """See `RecurrentMixer.apply_rule`."""
-        if self._is_a_token(inputs.q, initial_state, cu_seqlens):
-            assert initial_state is not None
+        if rows.is_a_token(inputs.q):
+            assert rows.state is not None
             q, k, v, g, beta, erase, write, _ = jax.tree.map(lambda y: y[:, 0], inputs)
-            o, state = delta_step(q, k, v, g, beta, initial_state, erase=erase, write=write)
+            o, state = delta_step(q, k, v, g, beta, rows.state, erase=erase, write=write)
             return o[:, None], state
         q, k, v, g, beta, erase, write, _ = inputs
-        return DELTA_RULE.here()(
-            *(q, k, v, g, beta),
-            erase=erase,
-            write=write,
-            initial_state=initial_state,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-            implementation=self.implementation,
-        )
+        options = dict(erase=erase, write=write) | rows.packing(rows.state)
+        return DELTA_RULE.here()(q, k, v, g, beta, **options, implementation=self.implementation)
 
     def rule_output(
         self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"], first: FirstFactors | None = None

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm, write_strength
 from gdn_jax.layers import blocks
 from gdn_jax.layers.channel_decay import ChannelDecayMixer, ChannelInputs, ChannelMixer, FirstFactors
 from gdn_jax.layers.mixer import MixerConfig, MixerCosts, Start
 from gdn_jax.layers.options import check_positive, value_width
+from gdn_jax.layers.recurrent import ALONE, Rows
 from gdn_jax.parallel.token_shards import erase_then_delta_on_mesh
 from gdn_jax.rule.erase_then_delta import erase_then_delta_step
 from gdn_jax.styles import PLUM, Style
@@ -90,18 +91,10 @@ class EraseThenDelta(ChannelDecayMixer):
         return self.use_short_conv
 
     def rule_inputs(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        conv_state: Float[Array, "N conv_dim W1"] | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
-        first: FirstFactors | None = None,
+        self, x: Float[Array, "B T D"], rows: Rows = ALONE, first: FirstFactors | None = None
     ) -> tuple[ChannelInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`."""
-        packing: Any = dict(conv_state=conv_state, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-        found, conv = super().rule_inputs(x, first=first, **packing)
+        found, conv = super().rule_inputs(x, rows, first)
         return found._replace(erase_key=l2norm(self.erase_keys(x))), conv
 
     def erase_keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
@@ -109,25 +102,17 @@ class EraseThenDelta(ChannelDecayMixer):
         return self.e_b_proj(self.e_a_proj(x)).reshape(*x.shape[:2], self.num_heads, self.head_dim)
 
     def apply_rule(
-        self,
-        inputs: ChannelInputs,
-        *,
-        initial_state: Float[Array, "N HO K V"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, inputs: ChannelInputs, rows: Rows = ALONE
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
         """See `RecurrentMixer.apply_rule`."""
-        is_token = self._is_a_token(inputs.q, initial_state, cu_seqlens)
-        if is_token:
-            inputs = jax.tree.map(lambda y: y[:, 0], inputs)
-        q, k, v, g, beta, strength, _, key = inputs
-        if is_token:
-            assert initial_state is not None
-            o, state = erase_then_delta_step(q, k, v, g, beta, key, strength, initial_state)
+        if rows.is_a_token(inputs.q):
+            assert rows.state is not None
+            q, k, v, g, beta, strength, _, key = jax.tree.map(lambda y: y[:, 0], inputs)
+            o, state = erase_then_delta_step(q, k, v, g, beta, key, strength, rows.state)
             return o[:, None], state
-        packing: Any = dict(cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-        options: Any = dict(initial_state=initial_state, implementation=self.implementation)
-        return erase_then_delta_on_mesh(q, k, v, g, beta, key, strength, **packing, **options)
+        q, k, v, g, beta, strength, _, key = inputs
+        options: Any = rows.packing(rows.state) | dict(implementation=self.implementation)
+        return erase_then_delta_on_mesh(q, k, v, g, beta, key, strength, **options)
 
 
 @dataclasses.dataclass(frozen=True)

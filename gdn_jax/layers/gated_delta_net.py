@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from gdn_jax import rules
 from gdn_jax.gates import log_decay, write_strength
@@ -19,7 +19,7 @@ from gdn_jax.layers import blocks
 from gdn_jax.layers.blocks import RMSNorm, normalise_first
 from gdn_jax.layers.mixer import MixerConfig, Start, decay_at_start, strength_at_start
 from gdn_jax.layers.options import check_sizes
-from gdn_jax.layers.recurrent import LayerOptions, RecurrentCache, RecurrentMixer, at_tokens
+from gdn_jax.layers.recurrent import ALONE, LayerOptions, RecurrentCache, RecurrentMixer, Rows, at_tokens
 from gdn_jax.parallel.token_shards import splits_tokens
 from gdn_jax.parts import mixer
 from gdn_jax.parts.norms import gated_norm
@@ -127,26 +127,19 @@ class GatedDeltaNet(RecurrentMixer):
         return x, (out, _cache_of(conv, state, return_cache))
 
     def rule_inputs(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        conv_state: Float[Array, "N conv_dim W1"] | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, x: Float[Array, "B T D"], rows: Rows = ALONE
     ) -> tuple[rules.RuleInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`: q, k, v, g and beta."""
         qkv, a, b = self.project(x)
-        g, beta, _, _ = at_tokens(mask, *self.gates(a, b, None))
-        packing = segment_ids, cu_seqlens
-        q, k, v, conv_state = self._convolve_qkv(self._key_heads(), qkv, conv_state, mask, *packing)
+        g, beta, _, _ = at_tokens(rows.mask, *self.gates(a, b, None))
+        q, k, v, conv_state = self._convolve_qkv(self._key_heads(), qkv, rows)
         return rules.RuleInputs(q, k, v, g, beta), conv_state
 
     def apply_rule(
-        self, inputs: rules.RuleInputs, **options: Any
+        self, inputs: rules.RuleInputs, rows: Rows = ALONE
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
         """See `RecurrentMixer.apply_rule`."""
-        return self._rule()(*inputs, **options)
+        return self._rule()(*inputs, **rows.packing(rows.state))
 
     def rule_output(self, o: Float[Array, "B T HO V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """See `RecurrentMixer.rule_output`."""

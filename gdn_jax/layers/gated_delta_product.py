@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from gdn_jax.gates import l2norm, log_decay, write_strength
 from gdn_jax.layers import blocks
@@ -19,7 +19,7 @@ from gdn_jax.layers.mixer import (
     strength_at_start,
 )
 from gdn_jax.layers.options import check_positive
-from gdn_jax.layers.recurrent import LayerOptions, RecurrentMixer, at_tokens
+from gdn_jax.layers.recurrent import ALONE, LayerOptions, RecurrentMixer, Rows, at_tokens
 from gdn_jax.parallel.token_shards import gated_delta_product_on_mesh
 from gdn_jax.parts.norms import gated_norm
 from gdn_jax.rule.ops import gated_delta_step
@@ -102,45 +102,38 @@ class GatedDeltaProduct(RecurrentMixer):
         return (self.b_proj,)
 
     def rule_inputs(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        conv_state: Float[Array, "N conv_dim W1"] | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, x: Float[Array, "B T D"], rows: Rows = ALONE
     ) -> tuple[ProductInputs, Float[Array, "N conv_dim W1"]]:
         """See `RecurrentMixer.rule_inputs`."""
         groups = (self.q_proj, self.k_proj, self.v_proj), (self.a_proj, self.b_proj)
         qkv, gates = blocks.shared_products(x, groups, self.dtype)
-        rows, n, H, HV, K = x.shape[:2], self.num_householder, self.num_heads, self.num_v_heads, self.head_dim
+        shape, n, H, HV, K = (
+            x.shape[:2],
+            self.num_householder,
+            self.num_heads,
+            self.num_v_heads,
+            self.head_dim,
+        )
         a, b = jnp.split(gates, [HV], axis=-1)
         g = log_decay(a, self.A_log[...], self.dt_bias[...])
-        beta = write_strength(b.reshape(*rows, n, HV), allow_neg_eigval=self.allow_neg_eigval)
-        g, beta = at_tokens(mask, g, beta)
-        y, conv_state = self._convolve(qkv, conv_state, mask, segment_ids, cu_seqlens)
+        beta = write_strength(b.reshape(*shape, n, HV), allow_neg_eigval=self.allow_neg_eigval)
+        g, beta = at_tokens(rows.mask, g, beta)
+        y, conv_state = self._convolve(qkv, rows)
         keys, v = jnp.split(y, [(1 + n) * H * K], axis=-1)
-        keys = l2norm(keys.reshape(*rows, 1 + n, H, K))
-        v = v.reshape(*rows, n, HV, self.head_v_dim)
+        keys = l2norm(keys.reshape(*shape, 1 + n, H, K))
+        v = v.reshape(*shape, n, HV, self.head_v_dim)
         return ProductInputs(keys[:, :, 0], keys[:, :, 1:], v, g, beta), conv_state
 
     def apply_rule(
-        self,
-        inputs: ProductInputs,
-        *,
-        initial_state: Float[Array, "N HO K V"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, inputs: ProductInputs, rows: Rows = ALONE
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"]]:
         """See `RecurrentMixer.apply_rule`. One token takes n steps of `gated_delta_step`."""
-        if not self._is_a_token(inputs.q, initial_state, cu_seqlens):
-            packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
-            return gated_delta_product_on_mesh(
-                *inputs, initial_state=initial_state, **packing, implementation=self.implementation
-            )
+        if not rows.is_a_token(inputs.q):
+            options: Any = rows.packing(rows.state) | dict(implementation=self.implementation)
+            return gated_delta_product_on_mesh(*inputs, **options)
         q, k, v, g, beta = (y[:, 0] for y in inputs)
-        assert initial_state is not None
-        o, state = gated_delta_step(q, k[:, 0], v[:, 0], g, beta[:, 0], initial_state)
+        assert rows.state is not None
+        o, state = gated_delta_step(q, k[:, 0], v[:, 0], g, beta[:, 0], rows.state)
         for i in range(1, self.num_householder):
             o, state = gated_delta_step(q, k[:, i], v[:, i], None, beta[:, i], state)
         return o[:, None], state

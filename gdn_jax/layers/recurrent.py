@@ -42,6 +42,38 @@ class RecurrentCache(NamedTuple):
     state: Float[Array, "N HO K V"]
 
 
+class Rows(NamedTuple):
+    """Rows of a call without their tokens x; see `RecurrentMixer.__call__`.
+
+    Fields:
+      conv, state: of the cache after the tokens before; None before the first one.
+      mask, segment_ids, cu_seqlens: as for a call, but the ids of padding are those of the nearest token.
+    """
+
+    conv: Float[Array, "N conv_dim W1"] | None = None
+    state: Float[Array, "N HO K V"] | None = None
+    mask: Bool[Array, "B T"] | None = None
+    segment_ids: Int[Array, "B T"] | None = None
+    cu_seqlens: Int[Array, " N1"] | None = None
+
+    def is_a_token(self, x: Float[Array, "B T *_"]) -> bool:
+        """Whether x is one token of every row after others."""
+        return self.state is not None and x.shape[1] == 1 and self.cu_seqlens is None
+
+    def packing(self, initial_state: Array | None) -> dict[str, Any]:
+        """Keywords of a rule or a convolution.
+
+        Args:
+          initial_state: its own of the states here.
+        """
+        ids = dict(segment_ids=self.segment_ids, cu_seqlens=self.cu_seqlens)
+        return dict(initial_state=initial_state) | ids
+
+
+ALONE = Rows()
+"""Rows with nothing before them, whose tokens all belong together."""
+
+
 class LayerOptions(TypedDict, total=False):
     """Arguments that a recurrent layer hands on to the constructor of `RecurrentMixer` as they are."""
 
@@ -156,7 +188,8 @@ class RecurrentMixer(nnx.Module):
             bias = nnx.Param(jnp.zeros(self.conv_dim, param_dtype)) if conv_bias else None
         self.conv_weight, self.conv_bias = weight, bias
         self._make_decay(rngs)
-        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=jnp.float32, param_dtype=param_dtype)
+        options: Any = dict(dtype=jnp.float32, param_dtype=param_dtype, implementation=implementation)
+        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, **options)
 
     def _make_gates(self, linear: Callable[[int, int], nnx.Linear]) -> None:
         """Sets the projections to the gates; linear(inputs, outputs) makes one."""
@@ -230,11 +263,10 @@ class RecurrentMixer(nnx.Module):
         if cache is None and mask is None and cu_seqlens is None:
             if (found := self._as_one_operation(x, segment_ids, return_cache)) is not None:
                 return found
-        past, state = (None, None) if cache is None else cache
-        packing: Any = dict(segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+        rows = Rows(*(cache or (None, None)), mask, segment_ids, cu_seqlens)
         in_common = self.in_common(x)
-        inputs, conv = self.rule_inputs(x, conv_state=past, mask=mask, **packing, **in_common)
-        o, state = self.apply_rule(inputs, initial_state=state, **packing)
+        inputs, conv = self.rule_inputs(x, rows, **in_common)
+        o, state = self.apply_rule(inputs, rows)
         y = self.rule_output(o, x, **in_common)
         if state is None or (cache is None and not return_cache):
             return y, None
@@ -247,13 +279,7 @@ class RecurrentMixer(nnx.Module):
         return {}
 
     def rule_inputs(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        conv_state: Float[Array, "N conv_dim W1"] | None = None,
-        mask: Bool[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, x: Float[Array, "B T D"], rows: Rows = ALONE
     ) -> tuple[Any, Float[Array, "N conv_dim W1"]]:
         """Makes the inputs of the rule: projections, convolution and gates.
 
@@ -261,8 +287,7 @@ class RecurrentMixer(nnx.Module):
 
         Args:
           x: inputs [B, T, hidden_size], 0 at padding.
-          conv_state: `RecurrentCache.conv` of the tokens before; None before the first one.
-          mask, segment_ids, cu_seqlens: as for `__call__`, but the ids of padding are those of the nearest token.
+          rows: the call's.
 
         Returns:
           A NamedTuple that begins with q, k, v, g and beta, and the new convolution state. q and k have unit length
@@ -271,12 +296,7 @@ class RecurrentMixer(nnx.Module):
         raise NotImplementedError
 
     def apply_rule(
-        self,
-        inputs: Any,
-        *,
-        initial_state: Float[Array, "N HO K V"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " N1"] | None = None,
+        self, inputs: Any, rows: Rows = ALONE
     ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO K V"] | None]:
         """Applies the layer's rule to `rule_inputs`: the outputs and the final states."""
         raise NotImplementedError
@@ -348,33 +368,27 @@ class RecurrentMixer(nnx.Module):
         del x, segment_ids, return_cache
         return None
 
-    def _is_a_token(self, x, past, cu_seqlens) -> bool:
-        """Whether a call is one token of every row after others."""
-        return past is not None and x.shape[1] == 1 and cu_seqlens is None
-
-    def _convolve_qkv(self, heads: KeyHeads, qkv, past, mask, segment_ids, cu_seqlens):
+    def _convolve_qkv(self, heads: KeyHeads, qkv, rows: Rows):
         """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution, and its new state."""
-        if self.conv_weight is None or mask is not None or self._is_a_token(qkv, past, cu_seqlens):
-            y, state = self._convolve(qkv, past, mask, segment_ids, cu_seqlens)
+        if self.conv_weight is None or rows.mask is not None or rows.is_a_token(qkv):
+            y, state = self._convolve(qkv, rows)
             q, k, v = split_normalized(y, *heads)
         else:
-            options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-            q, k, v, state = short_conv_on_mesh(
-                qkv, *self.filters(), **heads._asdict(), **options, implementation=self.implementation
-            )
+            options: Any = rows.packing(rows.conv) | dict(implementation=self.implementation)
+            q, k, v, state = short_conv_on_mesh(qkv, *self.filters(), **heads._asdict(), **options)
         return q, k, v.reshape(*v.shape[:2], self.num_v_heads, self.head_v_dim), state
 
-    def _convolve(self, x, past, mask, segment_ids, cu_seqlens):
+    def _convolve(self, x, rows: Rows):
         """Channels [B, T, conv_dim] after the convolution in plain JAX, and its new state."""
-        if self._is_a_token(x, past, cu_seqlens):
-            return self.convolve_token(x, past, mask)
+        if rows.is_a_token(x):
+            assert rows.conv is not None
+            return self.convolve_token(x, rows.conv, rows.mask)
         if self.conv_weight is None:
-            N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            N = x.shape[0] if rows.cu_seqlens is None else rows.cu_seqlens.shape[0] - 1
             return _silu(x), jnp.zeros((N, self.conv_dim, 0), x.dtype)
-        if mask is not None:
-            return convolve_tokens(x, *self.filters(), past, mask, segment_ids)
-        options = dict(initial_state=past, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-        return causal_conv1d_on_mesh(x, *self.filters(), **options)
+        if rows.mask is not None:
+            return convolve_tokens(x, *self.filters(), rows.conv, rows.mask, rows.segment_ids)
+        return causal_conv1d_on_mesh(x, *self.filters(), **rows.packing(rows.conv))
 
     def convolve_token(
         self,

@@ -79,7 +79,7 @@ class Attention(nnx.Module):
       config: heads and variants.
       norm_eps, zero_centred_norms: of the norms of q and k, see `RMSNorm`.
       dtype, param_dtype: compute and parameter dtype.
-      implementation: of a token over the cache, as for `parts.kernels.usable`.
+      implementation: of the norms and of a token over the cache, as for `parts.kernels.usable`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
       rngs: source of the initial weights.
 
@@ -135,10 +135,9 @@ class Attention(nnx.Module):
         def norm(width: int) -> RMSNorm | None:
             if config.qk_norm == "none":
                 return None
+            options: Any = dict(dtype=dtype, param_dtype=param_dtype, implementation=implementation)
             features = self.head_dim if config.qk_norm == "head" else width
-            return RMSNorm(
-                features, eps=norm_eps, dtype=dtype, param_dtype=param_dtype, zero_centred=zero_centred_norms
-            )
+            return RMSNorm(features, eps=norm_eps, zero_centred=zero_centred_norms, **options)
 
         self.q_norm, self.k_norm = norm(width), norm(kv_width)
 

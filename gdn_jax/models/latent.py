@@ -34,7 +34,7 @@ class LatentAttention(Attention):
       hidden_size: width of x and y.
       config: heads and variants.
       dtype, param_dtype: compute and parameter dtype.
-      implementation: of the products of one row, as for `parts.kernels.usable`.
+      implementation: of the norms and of the products of one row, as for `parts.kernels.usable`.
       kernel_init, out_kernel_init: initialisers of the projections, and of Wo.
       rngs: source of the initial weights.
 
@@ -71,7 +71,8 @@ class LatentAttention(Attention):
             return nnx.Linear(inputs, outputs, kernel_init=init, **options)
 
         def norm(width: int) -> RMSNorm:
-            return RMSNorm(width, eps=LATENT_NORM_EPS, dtype=dtype, param_dtype=param_dtype)
+            more: Any = dict(dtype=dtype, param_dtype=param_dtype, implementation=implementation)
+            return RMSNorm(width, eps=LATENT_NORM_EPS, **more)
 
         H, queries = config.num_heads, config.num_heads * config.key_dim
         if config.q_rank is None:

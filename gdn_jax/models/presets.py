@@ -47,31 +47,10 @@ _OLMO = ModelConfig(
 )
 
 
-def _dense(
-    hidden: int, layers: int, inner: int, v_heads: int, attention: AttentionConfig, tied: bool
-) -> ModelConfig:
-    return dataclasses.replace(
-        _QWEN,
-        hidden_size=hidden,
-        num_layers=layers,
-        intermediate_size=inner,
-        num_v_heads=v_heads,
-        attention=attention,
-        tie_embeddings=tied,
-    )
-
-
-def _moe(
-    hidden: int, layers: int, v_heads: int, attention: AttentionConfig, experts: ExpertsConfig
-) -> ModelConfig:
-    return dataclasses.replace(
-        _QWEN,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_v_heads=v_heads,
-        attention=attention,
-        experts=experts,
-    )
+def _sized(hidden: int, layers: int, v_heads: int, attention: AttentionConfig, **options: Any) -> ModelConfig:
+    """A model of Qwen of other sizes."""
+    sizes: Any = dict(hidden_size=hidden, num_layers=layers, num_v_heads=v_heads, attention=attention)
+    return dataclasses.replace(_QWEN, **sizes, **options)
 
 
 _SMALL: dict[str, Any] = dict(
@@ -124,6 +103,8 @@ _LING_TINY = ModelConfig(
     scale_embedding=False,
 )
 
+_EDA = EraseDelta(gate_rank=128, output_gate_rank=None)
+
 PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-small": dataclasses.replace(
         _QWEN, **_SMALL, attention=_qwen(4, 2, head_dim=32, theta=1e4), tie_embeddings=True
@@ -137,16 +118,16 @@ PRESETS: dict[str, ModelConfig] = {
         intermediate_size=344,
         attention=AttentionConfig(4, 4, 32, "width", reordered_norm=True),
     ),
-    "qwen3.5-0.8b": _dense(1024, 24, 3584, 16, _qwen(8, 2), tied=True),
-    "qwen3.5-2b": _dense(2048, 24, 6144, 16, _qwen(8, 2), tied=True),
-    "qwen3.5-4b": _dense(2560, 32, 9216, 32, _qwen(16, 4), tied=True),
-    "qwen3.5-9b": _dense(4096, 32, 12288, 32, _qwen(16, 4), tied=False),
-    "qwen3.5-27b": _dense(5120, 64, 17408, 48, _qwen(24, 4), tied=False),
-    "qwen3.6-27b": _dense(5120, 64, 17408, 48, _qwen(24, 4), tied=False),
-    "qwen3.5-35b-a3b": _moe(2048, 40, 32, _qwen(16, 2), ExpertsConfig(256, 8, 512, 512)),
-    "qwen3.5-122b-a10b": _moe(3072, 48, 64, _qwen(32, 2), ExpertsConfig(256, 8, 1024, 1024)),
-    "qwen3-next-80b-a3b": dataclasses.replace(
-        _moe(2048, 48, 32, _qwen(16, 2), ExpertsConfig(512, 10, 512, 512)), vocab_size=151936
+    "qwen3.5-0.8b": _sized(1024, 24, 16, _qwen(8, 2), intermediate_size=3584, tie_embeddings=True),
+    "qwen3.5-2b": _sized(2048, 24, 16, _qwen(8, 2), intermediate_size=6144, tie_embeddings=True),
+    "qwen3.5-4b": _sized(2560, 32, 32, _qwen(16, 4), intermediate_size=9216, tie_embeddings=True),
+    "qwen3.5-9b": _sized(4096, 32, 32, _qwen(16, 4), intermediate_size=12288),
+    "qwen3.5-27b": _sized(5120, 64, 48, _qwen(24, 4), intermediate_size=17408),
+    "qwen3.6-27b": _sized(5120, 64, 48, _qwen(24, 4), intermediate_size=17408),
+    "qwen3.5-35b-a3b": _sized(2048, 40, 32, _qwen(16, 2), experts=ExpertsConfig(256, 8, 512, 512)),
+    "qwen3.5-122b-a10b": _sized(3072, 48, 64, _qwen(32, 2), experts=ExpertsConfig(256, 8, 1024, 1024)),
+    "qwen3-next-80b-a3b": _sized(
+        2048, 48, 32, _qwen(16, 2), experts=ExpertsConfig(512, 10, 512, 512), vocab_size=151936
     ),
     "olmo-hybrid-7b": _OLMO,
     "kimi-linear-48b-a3b": _KIMI_LINEAR,
@@ -157,11 +138,7 @@ PRESETS: dict[str, ModelConfig] = {
     "gated-delta-net-2-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="gated_delta_net_2"),
     "eda-small": dataclasses.replace(_RECURRENT, mixer="eda"),
     "eda-0.4b": dataclasses.replace(_RECURRENT_04B, mixer="eda"),
-    "eda-2.5b": dataclasses.replace(
-        _dense(2048, 24, 7488, 16, _qwen(8, 2), tied=False),
-        num_heads=8,
-        mixer=EraseDelta(gate_rank=128, output_gate_rank=None),
-    ),
+    "eda-2.5b": _sized(2048, 24, 16, _qwen(8, 2), intermediate_size=7488, num_heads=8, mixer=_EDA),
     "gated-delta-product-small": dataclasses.replace(
         _RECURRENT, mixer="gated_delta_product", allow_neg_eigval=True
     ),

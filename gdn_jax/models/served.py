@@ -41,8 +41,8 @@ class ServedModel:
 
     Args:
       model: the model; its mixers are attention, or recurrent layers with the short convolution and one step a token,
-        or an erasure and one. Their states and convolutions are operations of `serving`, which take kernels
-        where there are some, whatever the model's `implementation` is.
+        or an erasure and one. Their states and convolutions are operations of `serving`, which hold to the
+        model's `implementation`: prompts take it, and tokens run in plain JAX unless it is None or "mosaic_gpu".
       batch_invariant: of `serving.decode` and `serving.prefill`.
       drafts: "mtp": the model's head for multi-token prediction guesses tokens, and `decode` reads them with the
         newest token of each request: it gives a `serving.Chain`. The tokens are the same, but for ties within

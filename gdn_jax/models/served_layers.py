@@ -18,6 +18,7 @@ from gdn_jax.models.attention import Attention, AttentionCache, FixedAttentionCa
 from gdn_jax.models.inference.attention import AttentionRows
 from gdn_jax.models.inference.recurrent import RecurrentRows
 from gdn_jax.parts.cached_attention import Place
+from gdn_jax.parts.kernels import BY_KERNELS
 from gdn_jax.parts.short_conv import split_normalized
 from gdn_jax.serving import slots as pool_slots
 from gdn_jax.serving.arguments import check_sequences, check_values
@@ -80,10 +81,10 @@ class Recurrent:
     ) -> tuple[Float[Array, "1 T D"], LayerPools]:
         """Pieces of prompts, packed in one row."""
         mixer, addresses = _layer(mixer), dict(read_slots=slots, has_initial_state=has_initial_state)
-        qkv, conv = serving.causal_conv1d(
-            mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters(), **addresses
-        )
+        window = partial(serving.causal_conv1d, **addresses, implementation=_implementation(mixer))
+        qkv, conv = window(mixer.project_qkv(x), cu_seqlens, pool.conv, *mixer.filters())
         options = addresses | dict(use_qk_l2norm=True, batch_invariant=self._batch_invariant)
+        options |= dict(implementation=mixer.implementation)
         o, state = self._prompts(mixer, x, qkv)(cu_seqlens, pool.state, **options)
         return mixer.rule_output(o, x), LayerPools(conv, state)
 
@@ -101,8 +102,8 @@ class Recurrent:
             if isinstance(pool.state, jax.Array) and (found := mixer.by_kernels(x, pool, at.slot)):
                 return found
         mixer = _layer(mixer)
-        qkv = mixer.project_qkv(x)[:, 0]
-        qkv, conv = serving.causal_conv1d_update(qkv, pool.conv, *mixer.filters(), read_slots=slots)
+        window = partial(serving.causal_conv1d_update, implementation=_implementation(mixer))
+        qkv, conv = window(mixer.project_qkv(x)[:, 0], pool.conv, *mixer.filters(), read_slots=slots)
         o, state = self._token(mixer, x, qkv)(pool.state, read_slots=slots)
         return mixer.rule_output(o[:, None], x), LayerPools(conv, state)
 
@@ -142,7 +143,8 @@ class Recurrent:
     def _window(self, mixer: RecurrentMixer, x: Float[Array, "N T D"]) -> Run:
         """The convolution of tokens and their drafts."""
         weight, bias = mixer.filters()
-        return partial(serving.causal_conv1d_verify, mixer.project_qkv(x), weight=weight, bias=bias)
+        options = dict(weight=weight, bias=bias, implementation=_implementation(mixer))
+        return partial(serving.causal_conv1d_verify, mixer.project_qkv(x), **options)
 
     def _rule(self, mixer: RecurrentMixer, x: Float[Array, "N T D"], qkv: Float[Array, "N T C"]) -> Run:
         """The rule of tokens and their drafts, after the convolution."""
@@ -157,6 +159,7 @@ class Recurrent:
             "lower_bound": mixer.lower_bound,
             "allow_neg_eigval": mixer.allow_neg_eigval,
             "batch_invariant": self._batch_invariant,
+            "implementation": _implementation(mixer),
         }
 
 
@@ -367,6 +370,11 @@ def _check_room(capacity: int, lengths, is_slot) -> None:
 def _layer(mixer: RecurrentMixer | RecurrentRows) -> Any:
     """The layer itself, whose projections `for_decoding` may have grouped."""
     return mixer.mixer if isinstance(mixer, RecurrentRows) else mixer
+
+
+def _implementation(mixer: RecurrentMixer) -> str | None:
+    """The implementation of a layer's convolutions and tokens, which are parts around the rule of its prompts."""
+    return None if mixer.implementation in BY_KERNELS else "xla"
 
 
 def _heads(mixer: RecurrentMixer, qkv: Array) -> tuple[Array, Array, Array]:

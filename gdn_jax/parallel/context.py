@@ -23,11 +23,9 @@ from gdn_jax.parallel.prefix import entering
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule.arguments import strengths
 from gdn_jax.rule.call import ERASURES, HEADS, Arrays, Call, gates_of
-from gdn_jax.rule.erase_then_delta import checked_by, erase_then_delta_by
-from gdn_jax.rule.halves import with_strengths
+from gdn_jax.rule.erase_then_delta import ErasingArrays, erase_then_delta_by
 from gdn_jax.rule.implementations import TABLE, Implementation
-from gdn_jax.rule.ops import check_call, erasures
-from gdn_jax.rule.ops import delta_rule as delta_rule_of_rows
+from gdn_jax.rule.ops import check_call, on_shards, program
 from gdn_jax.rule.state_passing import Affine, StatePassing
 from gdn_jax.shapes import (
     AnyLogDecay,
@@ -142,17 +140,23 @@ def erase_then_delta_rule(
     erase_strength: Strength | None = None,
     *,
     axis_name: str,
+    scale: Scale | None = None,
+    initial_state: AnyStates | None = None,
     cu_seqlens: KnownOffsets | None = None,
     segment_ids: SegmentIds | None = None,
-    **options: Any,
+    use_qk_l2norm: bool = False,
+    state_layout: str = "kv",
+    chunk_size: int = 64,
+    implementation: str | None = None,
+    by: str | None = None,
 ) -> tuple[Outputs, AnyStates]:
     """`gdn_jax.erase_then_delta_rule` of rows whose tokens are split over a mesh axis, inside `jax.shard_map`.
 
-    Both halves of a token are on its device.
+    Both halves of a token are on its device. In packed sequences they are tokens of `delta_rule`.
 
     Args: as for `gdn_jax.erase_then_delta_rule`. Arrays of tokens are this device's; initial_state and cu_seqlens are
       those of the whole rows, the same on every device of the axis.
-      axis_name, and by among the options: as for `gated_delta_rule`.
+      axis_name, by: as for `gated_delta_rule`.
 
     Returns:
       o of this device's tokens, and the final states of the whole sequences, the same on every device of the axis.
@@ -162,40 +166,14 @@ def erase_then_delta_rule(
 
     Numerics: as `gated_delta_rule`.
     """
-    arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
-    return checked_by(partial(_erasures, axis_name), *arrays, **options)
-
-
-def _erasures(
-    axis_name: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    erase_key: Any,
-    erase_strength: Any,
-    cu_seqlens: Any,
-    segment_ids: Any,
-    *,
-    scale: Scale | None = None,
-    initial_state: AnyStates | None = None,
-    use_qk_l2norm: bool = False,
-    state_layout: str = "kv",
-    chunk_size: int = 64,
-    implementation: str | None = None,
-    by: str | None = None,
-) -> tuple[Outputs, AnyStates]:
-    """`erase_then_delta_rule` whose arguments are there. With a decay of each head, and in packed sequences, halves
-    of tokens become tokens of `delta_rule`."""
-    if g is None or g.ndim == 3 or cu_seqlens is not None:
-        arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
-        given = dict(scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm)
-        how = dict(state_layout=state_layout, chunk_size=chunk_size, implementation=implementation)
-        return erase_then_delta_by(partial(delta_rule, axis_name=axis_name, by=by), *arrays, **given, **how)
-    x = Arrays(q, k, v, g, with_strengths(erase_strength, beta), erase_key, initial_state, None, segment_ids)
+    erasure = erase_key, erase_strength
+    x = ErasingArrays(q, k, v, g, beta, *erasure, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, ERASURES, chunk_size)
-    return _split(call, x, scale, implementation, axis_name, by)
+
+    def run(call: Call, x: Arrays) -> tuple[Outputs, AnyStates]:
+        return _split(call, x, scale, implementation, axis_name, by)
+
+    return erase_then_delta_by(run, call, x, in_rows=cu_seqlens is not None)
 
 
 def _split(
@@ -211,24 +189,17 @@ def _split(
         by = "heads" if exchange.pays(dims, x.q.dtype.itemsize, devices, *sent) else "states"
     if by not in ("states", "heads"):
         raise ArgumentError("by", "'states' or 'heads'", repr(by))
-    how: dict[str, Any] = dict(axis_name=axis_name, scale=scale, state_layout=call.state_layout)
     if by == "heads":
         if reason := exchange.reason(dims, devices):
             raise ValueError(f"by: expected 'states', for {reason}; got 'heads'")
-        options = dict(use_qk_l2norm=call.use_qk_l2norm, chunk_size=call.chunk_size)
-        rule = partial(_of_gates, call)
-        return exchange.rule_by_heads(rule, x, dims, **how, **options, implementation=chosen.name)
+
+        def rule(x: Arrays) -> tuple[Outputs, AnyStates]:
+            return on_shards(*program(call, x, scale, chosen.name))
+
+        return exchange.rule_by_heads(rule, x, dims, axis_name=axis_name)
     passing = _passing(call, x, dims, chosen, implementation)
+    how: dict[str, Any] = dict(axis_name=axis_name, scale=scale, state_layout=call.state_layout)
     return by_states(lambda scale: passing(call._replace(scale=scale)), x, dims, **how)
-
-
-def _of_gates(call: Call, q, k, v, g, erase, write, **options: Any) -> tuple[Outputs, AnyStates]:
-    """The rule on whole rows, of the arrays of a call."""
-    if call.gates == ERASURES:
-        packing = options.pop("cu_seqlens"), options.pop("segment_ids")
-        return erasures(q, k, v, g, erase[..., 1], write, erase[..., 0], *packing, **options)
-    strengths = dict(beta=erase) if call.is_beta else dict(erase=erase, write=write)
-    return delta_rule_of_rows(q, k, v, g, **strengths, **options)
 
 
 def _passing(

@@ -73,16 +73,15 @@ def pays(dims: Dims, itemsize: int, devices: int, gates: int = 2, keys: int = 1)
 
 
 def rule_by_heads(
-    rule: Callable[..., Any], x: Any, dims: Dims, *, axis_name: str, **options: Any
+    rule: Callable[[Any], Any], x: Any, dims: Dims, *, axis_name: str
 ) -> tuple[Float[Array, "B T HO V"], Float[Array, "N HO _ _"]]:
     """`context.gated_delta_rule` by an exchange.
 
     Args:
-      rule: `gdn_jax.gated_delta_rule`, or another of q, k, v and the gates of x.
+      rule: outputs and final states of a record of whole rows.
       x: record of this device's tokens, with the states and cu_seqlens of whole rows.
       dims: of x.
       axis_name: the mesh axis.
-      options: of the rule.
 
     Numerics: those of the rule for all tokens of as many heads as a device gets.
     """
@@ -94,8 +93,7 @@ def rule_by_heads(
         h_0 = lax.dynamic_slice_in_dim(h_0, index * own, own, 1)
     if ids is not None:
         ids = lax.all_gather(ids, axis_name, axis=1, tiled=True)
-    arrays = dict(initial_state=h_0, cu_seqlens=x.cu_seqlens, segment_ids=ids)
-    o, final = rule(*tokens, **arrays, **options)
+    o, final = rule(x._make((*tokens, h_0, x.cu_seqlens, ids)))
     whole = jnp.zeros_like(final, shape=(final.shape[0], dims.HO, *final.shape[2:]))
     final = lax.psum(lax.dynamic_update_slice_in_dim(whole, final, index * own, 1), axis_name)
     return _to_tokens(o, axis_name), final

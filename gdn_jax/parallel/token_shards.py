@@ -24,8 +24,9 @@ from gdn_jax.parallel import context
 from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, ShardAxes, axes_set, check_tokens, dividing
 from gdn_jax.partitioning import vary_alike
 from gdn_jax.rule import arguments, ops
+from gdn_jax.rule.call import Arrays
 from gdn_jax.rule.erase_then_delta import erase_then_delta_rule
-from gdn_jax.rule.product import product_by
+from gdn_jax.rule.product import in_steps
 from gdn_jax.shapes import accumulation_dtype
 
 
@@ -88,8 +89,10 @@ def gated_delta_product_on_mesh(
       ValueError, NotImplementedError: as `gdn_jax.gated_delta_product`; ValueError where the devices along context do
         not divide the tokens.
     """
-    tokens = q, k, v, g, beta
-    return product_by(gated_delta_rule_on_mesh, *tokens, cu_seqlens, segment_ids, **options)
+    *tokens, _, _, cu_seqlens, ids = in_steps(Arrays(q, k, v, g, beta, None, None, cu_seqlens, segment_ids))
+    o, state = gated_delta_rule_on_mesh(*tokens, cu_seqlens=cu_seqlens, segment_ids=ids, **options)
+    n = k.shape[2]
+    return o[:, n - 1 :: n], state
 
 
 def erase_then_delta_on_mesh(

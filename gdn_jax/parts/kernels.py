@@ -19,6 +19,9 @@ FEW_ROWS = 256
 H200, not measured: to write and read a weight again moves 4 bytes at 4.2 TB/s, and a row takes 2 of 700 T operations
 a second."""
 
+BY_KERNELS = (None, "mosaic_gpu")
+"""Names of implementations of the rule with which the parts around it run by kernels, where they can."""
+
 _trusted: ContextVar[bool | None] = ContextVar("trusted", default=None)
 
 
@@ -73,13 +76,13 @@ def usable(
     """Whether kernels run on this device, for a caller that lets them and whose arguments they take.
 
     Args:
-      implementation: the delta rule's; "chunked" and "recurrent" never use a kernel.
+      implementation: the delta rule's; no kernel is used with others than those of `BY_KERNELS`.
       kernel: module of the kernel that is meant, see `device_reason`.
       part: what runs in plain JAX beside the rule's kernels, which are there for every shape, where "mosaic_gpu" is
         named and the part has none: a warning says so. None: there is no warning.
       reason: why the kernels cannot take the arguments; None if they can.
     """
-    if implementation in (None, "mosaic_gpu") and reason is None and device_reason(kernel) is None:
+    if implementation in BY_KERNELS and reason is None and device_reason(kernel) is None:
         return True
     if implementation == "mosaic_gpu" and part is not None:
         why = device_reason(kernel) or reason

@@ -1,15 +1,16 @@
 """Erase-then-Delta Attention: a token erases at one key and writes at another."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.rule.arguments import known_lengths
-from gdn_jax.rule.ops import delta_rule, delta_step, erasures
-from gdn_jax.rule.product import product_by
+from gdn_jax.rule.call import ERASURES, Arrays, Call, gates_of
+from gdn_jax.rule.halves import read, with_strengths
+from gdn_jax.rule.ops import delta_step, on_shards, program
+from gdn_jax.rule.product import in_steps
 from gdn_jax.shapes import (
     AnyLogDecay,
     AnyStates,
@@ -72,85 +73,84 @@ def erase_then_delta_rule(
 
     Source: Qwen Team, "Erase-then-Delta Attention" (arXiv 2606.26560).
     """
-    options: dict[str, Any] = dict(
-        scale=scale,
-        initial_state=initial_state,
-        use_qk_l2norm=use_qk_l2norm,
-        state_layout=state_layout,
-        chunk_size=chunk_size,
-        implementation=implementation,
-    )
-    arrays = q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, segment_ids
     known_lengths(cu_seqlens, k.shape[1])
-    return checked_by(whole, *arrays, **options)
+    erasure = erase_key, erase_strength
+    x = ErasingArrays(q, k, v, g, beta, *erasure, initial_state, cu_seqlens, segment_ids)
+    call = Call(use_qk_l2norm, state_layout, ERASURES, chunk_size)
+
+    def run(call: Call, x: Arrays) -> tuple[Outputs, AnyStates]:
+        return on_shards(*program(call, x, scale, implementation))
+
+    return erase_then_delta_by(run, call, x)
 
 
-def checked_by(
-    form: Callable[..., Any],
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    erase_key: Any,
-    erase_strength: Any,
-    cu_seqlens: Any,
-    ids: Any,
-    **options: Any,
-) -> tuple[Outputs, AnyStates]:
-    """A form with the arguments of `whole`, which are checked here, as a user gives them.
+class ErasingArrays(NamedTuple):
+    """Array arguments of one call of `erase_then_delta_rule`, as the caller gave them."""
 
-    Raises:
-      ValueError: an argument is wrong.
-    """
-    check_array("k", k, (None,) * 4, "B, T, Hk, K")
-    (B, T), K = k.shape[:2], k.shape[3]
-    check_array("q", q, (B, T, None, K), "B, T, Hq, K")
-    check_array("v", v, (B, T, None, None), "B, T, HV, V")
-    HO = max(q.shape[2], v.shape[2])
-    _check_tokens(g, beta, erase_key, erase_strength, k, (B, T, HO), "B, T, ")
-    check_packing(B, T, cu_seqlens, ids)
-    one = jnp.ones((B, T, HO), jnp.float32)
-    gates = g, one if beta is None else beta
-    erase = k if erase_key is None else erase_key, one if erase_strength is None else erase_strength
-    return form(q, k, v, *gates, *erase, cu_seqlens, ids, **options)
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+    erase_key: Any
+    erase_strength: Any
+    initial_state: Any
+    cu_seqlens: Any
+    segment_ids: Any
 
+    def filled(self) -> "ErasingArrays":
+        """The same with what stands for keys and strengths that are None.
 
-def whole(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    erase_key: Any,
-    erase_strength: Any,
-    cu_seqlens: Any,
-    ids: Any,
-    **options: Any,
-) -> tuple[Outputs, Any]:
-    """`erase_then_delta_rule` of whole rows; the arguments are there, and not checked."""
-    form = partial(erase_then_delta_by, delta_rule) if g is None or g.ndim == 3 else erasures
-    return form(q, k, v, g, beta, erase_key, erase_strength, cu_seqlens, ids, **options)
+        Raises:
+          ValueError: an argument is wrong.
+        """
+        q, k, v, g, beta, key, strength, _, cu_seqlens, ids = self
+        check_array("k", k, (None,) * 4, "B, T, Hk, K")
+        (B, T), K = k.shape[:2], k.shape[3]
+        check_array("q", q, (B, T, None, K), "B, T, Hq, K")
+        check_array("v", v, (B, T, None, None), "B, T, HV, V")
+        HO = max(q.shape[2], v.shape[2])
+        _check_tokens(g, beta, key, strength, k, (B, T, HO), "B, T, ")
+        check_packing(B, T, cu_seqlens, ids)
+        one = jnp.ones((B, T, HO), jnp.float32)
+        return self._replace(
+            beta=one if beta is None else beta,
+            erase_key=k if key is None else key,
+            erase_strength=one if strength is None else strength,
+        )
+
+    def in_rows(self) -> Arrays:
+        """A call of `delta_rule` whose tokens are both halves of these, `filled`: each second one is read."""
+        q, k, v, g, beta, key, strength, *rest = self
+        keys, values = jnp.stack([key, k], axis=2), jnp.stack([jnp.zeros_like(v), v], axis=2)
+        dtype = jnp.result_type(strength, beta)
+        strengths = jnp.stack([strength.astype(dtype), beta.astype(dtype)], axis=2)
+        return in_steps(Arrays(q, keys, values, g, strengths, None, *rest))
+
+    def at_once(self) -> Arrays:
+        """A call with gates `ERASURES`, of what is `filled`."""
+        q, k, v, g, beta, key, strength, *rest = self
+        return Arrays(q, k, v, g, with_strengths(strength, beta), key, *rest)
 
 
 def erase_then_delta_by(
-    rule: Callable[..., Any],
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    erase_key: Any,
-    erase_strength: Any,
-    cu_seqlens: Any,
-    ids: Any,
-    **options: Any,
-) -> tuple[Outputs, Any]:
-    """`erase_then_delta_rule` by a delta rule of 2 T tokens; the arguments are there, and not checked."""
-    keys, values = (jnp.stack([erase_key, k], axis=2), jnp.stack([jnp.zeros_like(v), v], axis=2))
-    dtype = jnp.result_type(erase_strength, beta)
-    strengths = jnp.stack([erase_strength.astype(dtype), beta.astype(dtype)], axis=2)
-    return product_by(rule, q, keys, values, g, strengths, cu_seqlens, ids, **options)
+    run: Callable[[Call, Arrays], tuple[Outputs, AnyStates]],
+    call: Call,
+    x: ErasingArrays,
+    *,
+    in_rows: bool = False,
+) -> tuple[Outputs, AnyStates]:
+    """`erase_then_delta_rule` by run(call, x), a call of the rule; it checks the arrays.
+
+    Args:
+      in_rows: whether both halves of a token become tokens of `delta_rule`, as they do without per-channel decay.
+    """
+    x = x.filled()
+    if x.g is not None and x.g.ndim == 4 and not in_rows:
+        return run(call, x.at_once())
+    rows = x.in_rows()
+    o, state = run(call._replace(gates=gates_of(rows, rows.erase)), rows)
+    return read(o), state
 
 
 def erase_then_delta_step(

@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 from gdn_jax.partitioning import lie_on_explicit_axes, on_explicit_shards
 from gdn_jax.rule import plain
 from gdn_jax.rule.arguments import check_arrays, check_scale, checked, known_lengths, strengths
-from gdn_jax.rule.call import ERASURES, HEADS, Arrays, Call, RuleAxes, gates_of
-from gdn_jax.rule.halves import with_strengths
+from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes, gates_of
 from gdn_jax.rule.implementations import IMPLEMENTATIONS, TABLE, Implementation, first
 from gdn_jax.shapes import (
     AnyLogDecay,
@@ -99,10 +98,9 @@ def gated_delta_rule(
     Source: fla's `chunk_gated_delta_rule` (same argument order, log gates). Its other keywords, such as
       `output_final_state`, are those of `gdn_jax.adapters.fla.chunk_gated_delta_rule`.
     """
-    check_flags(use_qk_l2norm=use_qk_l2norm)
     x = Arrays(q, k, v, g, beta, None, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, chunk_size=chunk_size)
-    return _on_shards(*_program(call, x, scale, implementation))
+    return on_shards(*program(call, x, scale, implementation))
 
 
 def delta_rule(
@@ -156,36 +154,9 @@ def delta_rule(
     Source: Kimi Team, "Kimi Linear" (arXiv 2510.26692); fla's `chunk_kda` (same argument order, log gates).
     """
     erase, write = strengths(beta, erase, write)
-    check_flags(use_qk_l2norm=use_qk_l2norm)
     x = Arrays(q, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
     call = Call(use_qk_l2norm, state_layout, gates_of(x, beta), chunk_size)
-    return _on_shards(*_program(call, x, scale, implementation))
-
-
-def erasures(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    erase_key: Any,
-    erase_strength: Any,
-    cu_seqlens: Any,
-    segment_ids: Any,
-    *,
-    scale: Scale | None = None,
-    initial_state: AnyStates | None = None,
-    use_qk_l2norm: bool = False,
-    state_layout: str = "kv",
-    chunk_size: int = 64,
-    implementation: str | None = None,
-) -> tuple[Outputs, AnyStates]:
-    """`erase_then_delta_rule` with per-channel decay; all arguments of tokens are there."""
-    check_flags(use_qk_l2norm=use_qk_l2norm)
-    strengths = with_strengths(erase_strength, beta)
-    x = Arrays(q, k, v, g, strengths, erase_key, initial_state, cu_seqlens, segment_ids)
-    call = Call(use_qk_l2norm, state_layout, ERASURES, chunk_size)
-    return _on_shards(*_program(call, x, scale, implementation))
+    return on_shards(*program(call, x, scale, implementation))
 
 
 def check_call(
@@ -196,6 +167,7 @@ def check_call(
     Raises:
       ValueError, NotImplementedError: as `delta_rule`.
     """
+    check_flags(use_qk_l2norm=call.use_qk_l2norm)
     dims = check_arrays(call, x)
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     return dims, check_scale(scale, dims), first(call, x, dims, implementation)
@@ -281,7 +253,7 @@ def delta_step(
     check_floating("state", state)
     x = x._replace(initial_state=state)
     results = "b h v", RuleAxes.of(x).inputs.initial_state
-    return _on_shards(plain.step, call, results, x, check_scale(scale, dims))
+    return on_shards(plain.step, call, results, x, check_scale(scale, dims))
 
 
 def chunk_states(
@@ -314,7 +286,7 @@ def chunk_states(
     check_flags(use_k_l2norm=use_k_l2norm)
     x = Arrays(None, k, v, g, beta, None, initial_state, cu_seqlens, segment_ids)
     call = Call(use_k_l2norm, state_layout, chunk_size=chunk_size)
-    return _on_shards(*_states_program(call, x))
+    return on_shards(*_states_program(call, x))
 
 
 def delta_chunk_states(
@@ -349,7 +321,7 @@ def delta_chunk_states(
     check_flags(use_k_l2norm=use_k_l2norm)
     x = Arrays(None, k, v, g, erase, write, initial_state, cu_seqlens, segment_ids)
     call = Call(use_k_l2norm, state_layout, gates_of(x, beta), chunk_size)
-    return _on_shards(*_states_program(call, x))
+    return on_shards(*_states_program(call, x))
 
 
 def supported_implementations(
@@ -385,8 +357,8 @@ def supported_implementations(
     return {one.name: one.reason(call, x, dims) for one in TABLE if call.gates in one.gates}
 
 
-def _program(call: Call, x: Arrays, scale: Any, implementation: str | None) -> tuple[Any, ...]:
-    """Arguments of `_on_shards` for a call of the rule."""
+def program(call: Call, x: Arrays, scale: Any, implementation: str | None) -> tuple[Any, ...]:
+    """Arguments of `on_shards` for a call of the rule."""
     dims, scale, chosen = check_call(call, x, scale, implementation)
     known = known_lengths(x.cu_seqlens, dims.T, always=chosen.by_kernels)
     x = checked(call, x, dims)
@@ -395,7 +367,7 @@ def _program(call: Call, x: Arrays, scale: Any, implementation: str | None) -> t
 
 
 def _states_program(call: Call, x: Arrays) -> tuple[Any, ...]:
-    """Arguments of `_on_shards` for the states at the start of every chunk."""
+    """Arguments of `on_shards` for the states at the start of every chunk."""
     for name, y in (("k", x.k), ("v", x.v)):
         check_array(name, y, (None,) * 4, "B, T, heads, width")
         check_floating(name, y)
@@ -412,7 +384,7 @@ def _states_program(call: Call, x: Arrays) -> tuple[Any, ...]:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _on_shards(form: Callable[..., Any], call: Call, results: Any, x: Arrays, *scale):
+def on_shards(form: Callable[..., Any], call: Call, results: Any, x: Arrays, *scale):
     """form(call, x, *scale), compiled as a whole, on the shards of arrays that lie on explicit axes of a mesh."""
     if not lie_on_explicit_axes(*jax.tree.leaves((x, scale))):
         return form(call, x, *scale)

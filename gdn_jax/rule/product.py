@@ -1,14 +1,12 @@
 """Gated DeltaProduct: several steps of the gated delta rule for every token."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gdn_jax.rule.arguments import known_lengths
-from gdn_jax.rule.ops import gated_delta_rule
+from gdn_jax.rule.call import Arrays, Call
+from gdn_jax.rule.ops import on_shards, program
 from gdn_jax.shapes import (
     AnyStates,
     ArgumentError,
@@ -77,46 +75,34 @@ def gated_delta_product(
             check_array(name, y, shape, letters)
     check_packing(B, T, cu_seqlens, segment_ids)
     known_lengths(cu_seqlens, T)
-
-    options: dict[str, Any] = dict(
-        scale=scale,
-        initial_state=initial_state,
-        use_qk_l2norm=use_qk_l2norm,
-        state_layout=state_layout,
-        chunk_size=chunk_size,
-        implementation=implementation,
-    )
-    return product_by(gated_delta_rule, q, k, v, g, beta, cu_seqlens, segment_ids, **options)
-
-
-def product_by(
-    rule: Callable[..., Any],
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    cu_seqlens: Any,
-    ids: Any,
-    **options: Any,
-) -> tuple[Outputs, Any]:
-    """`gated_delta_product` by a delta rule of n T tokens and with its states; the arguments are not checked."""
-    B, T, n = k.shape[:3]
-
-    def steps(x: jax.Array) -> jax.Array:
-        return x.reshape(B, T * n, *x.shape[3:])
-
-    def at(x: jax.Array, step: int) -> jax.Array:
-        return steps(jnp.stack([x if i == step else jnp.zeros_like(x) for i in range(n)], 2))
-
-    o, state = rule(
-        at(q, n - 1),
-        steps(k),
-        steps(v),
-        None if g is None else at(g, 0),
-        None if beta is None else steps(beta),
-        cu_seqlens=None if cu_seqlens is None else widened(cu_seqlens) * n,
-        segment_ids=None if ids is None else steps(jnp.stack([ids] * n, 2)),
-        **options,
-    )
+    x = in_steps(Arrays(q, k, v, g, beta, None, initial_state, cu_seqlens, segment_ids))
+    call = Call(use_qk_l2norm, state_layout, chunk_size=chunk_size)
+    o, state = on_shards(*program(call, x, scale, implementation))
     return o[:, n - 1 :: n], state
+
+
+def in_steps(x: Arrays) -> Arrays:
+    """A call of n T tokens, one for each step of each token of x, of which every n-th is read.
+
+    Args:
+      x: k, v and erase are of every step, as in `gated_delta_product`. They are not checked.
+    """
+    B, T, n = x.k.shape[:3]
+
+    def steps(y: jax.Array) -> jax.Array:
+        return y.reshape(B, T * n, *y.shape[3:])
+
+    def at(y: jax.Array, step: int) -> jax.Array:
+        return steps(jnp.stack([y if i == step else jnp.zeros_like(y) for i in range(n)], 2))
+
+    return Arrays(
+        at(x.q, n - 1),
+        steps(x.k),
+        steps(x.v),
+        None if x.g is None else at(x.g, 0),
+        None if x.erase is None else steps(x.erase),
+        None,
+        x.initial_state,
+        None if x.cu_seqlens is None else widened(x.cu_seqlens) * n,
+        None if x.segment_ids is None else steps(jnp.stack([x.segment_ids] * n, 2)),
+    )

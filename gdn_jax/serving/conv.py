@@ -33,6 +33,7 @@ def causal_conv1d(
     activation: str | None = "silu",
     null_slot: int | None = None,
     layer: Any = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], Windows]:
     """The convolution of packed sequences, pieces of prompts, whose states lie in a pool, which is donated.
 
@@ -42,12 +43,14 @@ def causal_conv1d(
       pool: the last inputs of every slot [slots, D, W - 1], any floating dtype.
       weight, bias, activation: as for `gdn_jax.causal_conv1d`.
       read_slots, write_slots, has_initial_state, null_slot, layer: as for `prefill`.
+      implementation: as for `decode`; there are no kernels for prompts.
 
     Returns:
       y [1, T, D] in x's dtype, 0 at padding, and the pool, in which all but the written slots keep their bits.
 
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
+      NotImplementedError: the kernels are named.
 
     Source: vLLM's `causal_conv1d_fn`; pass 1 of Modular's two-pass prefill.
     """
@@ -57,6 +60,7 @@ def causal_conv1d(
     at = At(read_slots, write_slots, layer, has_initial_state)
     at.check(windows, "N", cu_seqlens.shape[0] - 1)
     tokens = Channels(x, weight, bias, cu_seqlens.astype(np.int32))  # which may be narrow or unsigned
+    windows = windows.by(implementation, tokens, at)
     return shards.left_to_xla((WindowPool.prefill, activation), windows, tokens, at)
 
 
@@ -111,6 +115,7 @@ def causal_conv1d_verify(
     activation: str | None = "silu",
     null_slot: int | None = None,
     layer: Any = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "N T D"], Windows]:
     """T = 1 + gamma tokens of every request, with a state after each. The pool is donated.
 
@@ -122,18 +127,22 @@ def causal_conv1d_verify(
       state_slots: [N, T] integers. These, num_accepted_tokens, num_tokens, parents, null_slot and layer are as for
         `verify`: a token of a tree sees those on its own path.
         Where fewer tokens come than were accepted, `copy_slots` first brings the state to one of their slots.
+      implementation: as for `decode`; there are no kernels for drafts.
 
     Returns:
       y [N, T, D] in x's dtype, 0 at padding, and the pool, in which all but the written slots keep their bits.
 
     Raises:
       ValueError: an argument is wrong; names it, what was expected and what came.
+      NotImplementedError: the kernels are named.
     """
     check_array("x", x, (None, None, None), "N, T, D")
     windows = _checked(x, pool, weight, layer, null_slot)
     spans = Spans(state_slots, num_accepted_tokens, num_tokens, parents, layer)
     spans.check(windows, "N, T", *x.shape[:2])
-    return shards.left_to_xla((WindowPool.verify, activation), windows, Channels(x, weight, bias), spans)
+    tokens = Channels(x, weight, bias)
+    windows = windows.by(implementation, tokens, spans)
+    return shards.left_to_xla((WindowPool.verify, activation), windows, tokens, spans)
 
 
 def _checked(x, pool, weight, layer, null_slot: int | None) -> WindowPool:

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from gdn_jax.gates import channel_log_decay
-from gdn_jax.rule.erase_then_delta import erase_then_delta_by
+from gdn_jax.rule.erase_then_delta import ErasingArrays
+from gdn_jax.rule.halves import read
 from gdn_jax.serving import shards
 from gdn_jax.serving.call import At, Call
 from gdn_jax.serving.prompts import prefill
@@ -48,7 +49,7 @@ def erase_then_delta_prefill(
       q, k, v, g, beta, erase_key, erase_strength: of the packed tokens [1, T, ...], as for `erase_then_delta_rule`.
       cu_seqlens, pool: as for `prefill`; offsets count tokens.
       checkpoint_every: as for `prefill`, in tokens, a multiple of half of what it says there.
-      options: the other options of `prefill`, whose chunks hold half as many tokens.
+      options: the other options of `prefill`, implementation among them. Chunks hold half as many tokens.
 
     Returns:
       o [1, T, HO, V] in q's dtype, and the pool.
@@ -57,15 +58,10 @@ def erase_then_delta_prefill(
       ValueError, NotImplementedError: as for `prefill`.
     """
     _check_keys(k, erase_key)
-
-    def rule(*tokens: Any, segment_ids: None, **rest: Any) -> tuple[Array, Arrays]:
-        del segment_ids
-        q, k, v, g, beta = tokens
-        return prefill(q, k, v, g, beta, pool=pool, **rest)
-
     every = None if checkpoint_every is None else 2 * checkpoint_every
-    tokens = q, k, v, g, beta, erase_key, erase_strength
-    return erase_then_delta_by(rule, *tokens, cu_seqlens, None, checkpoint_every=every, **options)
+    x = ErasingArrays(q, k, v, g, beta, erase_key, erase_strength, None, cu_seqlens, None).in_rows()
+    o, pool = prefill(*x[:5], x.cu_seqlens, pool, checkpoint_every=every, **options)
+    return read(o), pool
 
 
 def erase_then_delta_decode(
@@ -78,16 +74,24 @@ def erase_then_delta_decode(
     w: Float[Array, "B HO"],
     pool: Arrays,
     *,
+    A_log: Float[Array, " HO"] | None,
+    dt_bias: Float[Array, " HO"] | Float[Array, "HO K"],
+    lower_bound: float | None = None,
+    bound: str = "exponential",
     read_slots: Indices,
+    state_layout: str = "kv",
+    null_slot: int | None = None,
+    layer: Any = None,
     **options: Any,
 ) -> tuple[Float[Array, "B HO V"], Arrays]:
     """`decode` of `gdn_jax.erase_then_delta_rule`: one token of every request, in place. The pool is donated.
 
     Args:
       q, k, v, a, b, erase_key, w: as for `erase_then_delta_verify`, without the axis of tokens.
-      pool: as for `erase_then_delta_verify`.
+      pool, A_log, dt_bias, lower_bound, bound: as for `erase_then_delta_verify`.
       read_slots: [B] integers, where the states are and where the new ones go; -1 is padding.
-      options: the other options of `erase_then_delta_verify`, A_log and dt_bias among them.
+      state_layout, null_slot, layer: as for `decode`.
+      options: the other options of `decode`: scale, use_qk_l2norm, allow_neg_eigval, batch_invariant, implementation.
 
     Returns:
       o [B, HO, V] in v's dtype, and the pool.
@@ -96,49 +100,23 @@ def erase_then_delta_decode(
       ValueError, NotImplementedError: as for `verify`.
     """
     _check_keys(k[:, None], erase_key[:, None])
-    found = _at_once(q, k, v, a, b, erase_key, w, pool, At(read_slots, None, options.get("layer")), **options)
-    if found is not None:
-        return found
+    memory, at = opened(pool, state_layout, null_slot), At(read_slots, None, layer)
+    bounds: Any = dict(lower_bound=lower_bound, bound=bound)
+    if memory.by_kernels().erases_at_once:
+        check_choice("bound", bound, ("sigmoid", "exponential"))
+        gates = _of_channels(a, 2), b, None, A_log, _of_channels(dt_bias, 1)
+        raw = raw_tokens(q, k, v, *gates, lower_bound=lower_bound)
+        raw = raw._replace(erase_key=erase_key, erase_strength=w)
+        call, memory = checked("B", Call(**bounds, **options), raw, memory, at)
+        if memory.erases_at_once:
+            return shards.by_heads((type(memory).decode, call), memory, raw, at)
     q, k, v, a, b, erase_key, w = (x[:, None] for x in (q, k, v, a, b, erase_key, w))
-    spans: Any = dict(state_slots=draft_slots(pool, read_slots[:, None]))
-    spans["num_accepted_tokens"] = np.ones(read_slots.shape, np.int32)
-    o, pool = erase_then_delta_verify(q, k, v, a, b, erase_key, w, pool, **spans, **options)
+    slots = draft_slots(pool, read_slots[:, None])
+    where: Any = dict(state_slots=slots, num_accepted_tokens=np.ones(read_slots.shape, np.int32))
+    where |= dict(state_layout=state_layout, null_slot=null_slot, layer=layer)
+    where |= dict(A_log=A_log, dt_bias=dt_bias) | bounds | options
+    o, pool = erase_then_delta_verify(q, k, v, a, b, erase_key, w, pool, **where)
     return o[:, 0], pool
-
-
-def _at_once(
-    q: Any,
-    k: Any,
-    v: Any,
-    a: Any,
-    b: Any,
-    erase_key: Any,
-    w: Any,
-    pool: Arrays,
-    at: At,
-    *,
-    A_log: Any,
-    dt_bias: Any,
-    lower_bound: float | None = None,
-    bound: str = "exponential",
-    state_layout: str = "kv",
-    null_slot: int | None = None,
-    layer: Any = None,
-    **options: Any,
-) -> tuple[Array, Arrays] | None:
-    """`erase_then_delta_decode` by a kernel of both halves of a token; None where no such kernel runs the call."""
-    del layer
-    memory = opened(pool, state_layout, null_slot)
-    if not memory.by_kernels().erases_at_once:
-        return None
-    check_choice("bound", bound, ("sigmoid", "exponential"))
-    a, dt_bias = (x[..., None] if x.ndim == axes else x for x, axes in ((a, 2), (dt_bias, 1)))
-    raw = raw_tokens(q, k, v, a, b, None, A_log, dt_bias, lower_bound=lower_bound)
-    raw = raw._replace(erase_key=erase_key, erase_strength=w)
-    call, memory = checked("B", Call(lower_bound=lower_bound, bound=bound, **options), raw, memory, at)
-    if not memory.erases_at_once:
-        return None
-    return shards.by_heads((type(memory).decode, call), memory, raw, at)
 
 
 def erase_then_delta_verify(
@@ -177,7 +155,7 @@ def erase_then_delta_verify(
         a ring of 16, as the kernels take, holds 8 tokens.
       state_slots, num_accepted_tokens, num_tokens, parents: as for `verify`, in tokens.
       allow_neg_eigval: beta = 2 sigmoid(b); gamma is sigmoid(w) in any case.
-      options: the other options of `verify`.
+      options: the other options of `verify`, implementation among them.
 
     Returns:
       o [N, T, HO, V] in v's dtype, and the pool.
@@ -190,9 +168,8 @@ def erase_then_delta_verify(
     _check_keys(k, erase_key)
     N, T = k.shape[:2]
     dtype = accumulation_dtype(*(x for x in (a, b, w, A_log, dt_bias) if x is not None))
-    per_channel = a if a.ndim == k.ndim else a[..., None]
-    bias = dt_bias if dt_bias.ndim == 2 else dt_bias[:, None]
-    g = channel_log_decay(per_channel, A_log, bias, lower_bound, bound=bound)
+    gate = _of_channels(a, 3), A_log, _of_channels(dt_bias, 1)
+    g = channel_log_decay(*gate, lower_bound, bound=bound)
     decays = jnp.maximum(jnp.log(-jnp.expm1(g)) - g, NO_DECAY)
     w = w.astype(dtype)
     if allow_neg_eigval:  # 2 sigmoid of this is sigmoid(w)
@@ -226,6 +203,11 @@ def erase_then_delta_verify(
         **options,
     )
     return o[:, 1::2], pool
+
+
+def _of_channels(x: Any, axes: int) -> Any:
+    """An input of a gate with an axis of channels after its others."""
+    return x if x.ndim > axes else x[..., None]
 
 
 def _check_keys(k: Any, erase_key: Any) -> None:

@@ -67,10 +67,12 @@ class WindowKernels(WindowPool):
     is_opaque: ClassVar[bool] = True
 
     def reason(self, tokens: Channels, where: Any) -> str | None:
-        """Why the kernel cannot run a call of `causal_conv1d_update` on JAX's default device; None if it can."""
+        """Why the kernel, of `causal_conv1d_update`, cannot run a call on JAX's default device; None if it can."""
         from pallas_kernels.decode import conv_update
 
         x, weight, bias, _ = tokens
+        if x.ndim == 3:
+            return "there is no kernel for prompts and drafts"
         return conv_update.check_supported(x, self.arrays, weight, bias) or kernels.reason(self, conv_update)
 
     def decode(self, call: Any, raw: Channels, at: At) -> tuple[Float[Array, "B D"], Any]:

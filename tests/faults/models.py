@@ -11,7 +11,7 @@ FAULTS = (
     ),
     Fault(
         "padding decays by channels",
-        "qkv, gates = self.project_qkv(x), at_tokens(mask, *self.gates(*self.raw_gates(x, first)))",
+        "qkv, gates = self.project_qkv(x), at_tokens(rows.mask, *self.gates(*self.raw_gates(x, first)))",
         "qkv, gates = self.project_qkv(x), self.gates(*self.raw_gates(x, first))",
         "tests/layers/test_family_layers.py::test_one_token_that_is_padding",
     ),

@@ -5,8 +5,8 @@ from faults.fault import Fault
 FAULTS = (
     Fault(
         "a token writes before it erases",
-        "jnp.stack([erase_key, k], axis=2)",
-        "jnp.stack([k, erase_key], axis=2)",
+        "jnp.stack([key, k], axis=2)",
+        "jnp.stack([k, key], axis=2)",
         "tests/rule/test_erase_then_delta.py::test_against_float64",
     ),
     Fault(
@@ -29,8 +29,8 @@ FAULTS = (
     ),
     Fault(
         "offsets of 8 bits are multiplied by the steps of a token",
-        "None if cu_seqlens is None else widened(cu_seqlens) * n,",
-        "None if cu_seqlens is None else cu_seqlens * n,",
+        "None if x.cu_seqlens is None else widened(x.cu_seqlens) * n,",
+        "None if x.cu_seqlens is None else x.cu_seqlens * n,",
         "tests/rule/test_product.py::test_products_of_narrow_offsets",
     ),
     Fault(
@@ -167,14 +167,14 @@ FAULTS = (
     ),
     Fault(
         "a product reads after its first step",
-        "        at(q, n - 1),\n",
-        "        at(q, 0),\n",
+        "        at(x.q, n - 1),\n",
+        "        at(x.q, 0),\n",
         "tests/rule/test_product.py::test_product_of_several_steps",
     ),
     Fault(
         "offsets of a product count tokens",
-        "widened(cu_seqlens) * n,",
-        "cu_seqlens,",
+        "widened(x.cu_seqlens) * n,",
+        "x.cu_seqlens,",
         "tests/rule/test_product.py::test_packed_products_and_segments",
     ),
     Fault(

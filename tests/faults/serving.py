@@ -4,6 +4,12 @@ from faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "a served model takes kernels for its tokens, whatever it names",
+        'return None if mixer.implementation in BY_KERNELS else "xla"',
+        "return None",
+        "tests/models/test_served_implementations.py::test_a_served_model_runs_what_its_configuration_names",
+    ),
+    Fault(
         "padding behind a draft reaches it",
         "return base, jnp.where(is_earlier, seen, 0)",
         "return base, seen",

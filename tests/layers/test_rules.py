@@ -312,7 +312,7 @@ def test_a_rule_that_is_not_in_the_table():
     def run(x, state):
         mixer = nnx.merge(graphdef, state)
         inputs, _ = mixer.rule_inputs(x)
-        o, _ = mixer.apply_rule(inputs, initial_state=None, cu_seqlens=None, segment_ids=None)
+        o, _ = mixer.apply_rule(inputs)
         return o, inputs.v
 
     o, v = run(x, state)

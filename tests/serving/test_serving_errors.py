@@ -261,6 +261,20 @@ def test_kernels_that_cannot_run_are_refused_with_the_reason(call):
         call(implementation="mosaic_gpu")
 
 
+@pytest.mark.parametrize("tokens", ["prompts", "drafts"])
+def test_there_is_no_kernel_for_the_convolution_of_prompts_and_drafts(tokens):
+    arrays = dict(x=jnp.zeros((1, 6, 5)), pool=jnp.zeros((8, 5, 3)), weight=jnp.zeros((5, 4)))
+    if tokens == "prompts":
+        call, where = serving.causal_conv1d, dict(cu_seqlens=np.array([0, 6]), read_slots=SLOTS[:1])
+    else:
+        where = dict(state_slots=np.arange(6)[None], num_accepted_tokens=np.ones(1, int))
+        call = serving.causal_conv1d_verify
+    with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu': there is no kernel"):
+        call(**arrays, **where, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="implementation: expected one of"):
+        call(**arrays, **where, implementation="chunked")
+
+
 VALUES = {
     "slot outside": (
         decode,

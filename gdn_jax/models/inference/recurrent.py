@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn_jax.layers import RecurrentCache, RecurrentMixer
 from gdn_jax.layers.blocks import RMSNorm, from_stream, normalise_first
+from gdn_jax.layers.recurrent import Rows
 from gdn_jax.models.inference.part import Call, Reader, cache_alone
 from gdn_jax.models.inference.projections import (
     BlockGroup,
@@ -126,8 +127,9 @@ class RecurrentRows(Reader):
 
     def _by_parts(self, x, cache):
         """A token by the parts of the layer."""
-        inputs, conv = self.mixer.rule_inputs(x, conv_state=cache.conv)
-        o, state = self.mixer.apply_rule(inputs, initial_state=cache.state)
+        rows = Rows(*cache)
+        inputs, conv = self.mixer.rule_inputs(x, rows)
+        o, state = self.mixer.apply_rule(inputs, rows)
         return self._output(o, x), RecurrentCache(conv, state.astype(cache.state.dtype))
 
     def _output(self, o, x):

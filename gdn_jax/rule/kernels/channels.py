@@ -19,7 +19,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     named_segments,
     of_items,
 )
-from gdn_jax.rule.kernels.passing import KernelPassing
+from gdn_jax.rule.kernels.passing import KernelPassing, Opened
 from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Dims, Outputs, rule_dims
 
@@ -35,49 +35,26 @@ class Channels(InSegments):
         """See `KernelSet`. A derivative in plain JAX would need a forward in plain JAX."""
         return None if self.reason(x) else KernelPassing(call, self)
 
-    def open_forward(self, call: Call, x: Arrays, sequence: Any, interpret: Any) -> Any:
+    def opened(self, call: Call, x: Arrays, interpret: Any) -> Opened:
         """See `OpenKernels`."""
-        from pallas_kernels.forward import channel_rule
+        from pallas_kernels.backward import channel_rule as backward
+        from pallas_kernels.forward import channel_rule as forward
 
-        options: dict[str, Any] = dict(open_sequence=sequence, scale=call.scale, interpret=interpret)
-        return channel_rule.prepare_open(*prepared(call, x), **options)
+        options: dict[str, Any] = dict(scale=call.scale, interpret=interpret)
 
-    def open_adjoints(
-        self,
-        call: Call,
-        x: Arrays,
-        residuals: Residuals,
-        cotangents: OutputCotangents,
-        entry: Any,
-        interpret: Any,
-    ) -> Any:
-        """See `OpenKernels`."""
-        from pallas_kernels.backward import channel_rule
+        def prepare(sequence: Any) -> Any:
+            return forward.prepare_open(*prepared(call, x), open_sequence=sequence, **options)
 
-        cotangents = _padded_for(call, cotangents)
-        return channel_rule.open_adjoints(
-            *prepared(call, x), residuals, cotangents, entry, interpret=interpret
-        )
+        def adjoints(residuals: Residuals, cotangents: OutputCotangents, entry: Any) -> Any:
+            known = residuals, _padded_for(call, cotangents)
+            return backward.open_adjoints(*prepared(call, x), *known, entry, interpret=interpret)
 
-    def open_backward(
-        self,
-        call: Call,
-        x: Arrays,
-        residuals: Residuals,
-        cotangents: OutputCotangents,
-        adjoints: jax.Array | None,
-        interpret: Any,
-    ) -> Arrays:
-        """See `OpenKernels`."""
-        from pallas_kernels.backward import channel_rule
+        def gradients(residuals: Residuals, cotangents: OutputCotangents, adjoints: Any) -> Arrays:
+            how = dict(config=backward.Config(segments=adjoints is not None), adjoints=adjoints)
+            known = residuals, _padded_for(call, cotangents)
+            return cotangents_of(call, x, backward.backward(*prepared(call, x), *known, **how, **options))
 
-        options: dict[str, Any] = dict(
-            config=channel_rule.Config(segments=adjoints is not None), adjoints=adjoints
-        )
-        options |= dict(scale=call.scale, interpret=interpret)
-        cotangents = _padded_for(call, cotangents)
-        d = channel_rule.backward(*prepared(call, x), residuals, cotangents, **options)
-        return cotangents_of(call, x, d)
+        return Opened(prepare, adjoints, gradients)
 
     def forward_module(self) -> Any:
         """See `OfModules`."""

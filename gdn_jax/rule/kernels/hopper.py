@@ -1,9 +1,8 @@
 """The kernels by wgmma and bulk copies, for compute capability 9.0: "mosaic_gpu"."""
 
 import dataclasses
+from functools import partial
 from typing import Any
-
-import jax
 
 from gdn_jax.rule.call import HEADS, Arrays, Call, RuleAxes
 from gdn_jax.rule.kernels.kernel_set import (
@@ -16,7 +15,7 @@ from gdn_jax.rule.kernels.kernel_set import (
     named_segments,
     of_heads,
 )
-from gdn_jax.rule.kernels.passing import KernelPassing
+from gdn_jax.rule.kernels.passing import KernelPassing, Opened
 from gdn_jax.rule.state_passing import StatePassing
 from gdn_jax.shapes import AnyStates, Outputs
 
@@ -33,43 +32,22 @@ class Hopper(InSegments):
         del x
         return KernelPassing(call, self)
 
-    def open_forward(self, call: Call, x: Arrays, sequence: Any, interpret: Any) -> Any:
+    def opened(self, call: Call, x: Arrays, interpret: Any) -> Opened:
         """See `OpenKernels`."""
-        from pallas_kernels.forward import rule
+        from pallas_kernels.backward import rule as backward
+        from pallas_kernels.forward import rule as forward
 
-        options: dict[str, Any] = dict(open_sequence=sequence, scale=call.scale, interpret=interpret)
-        return rule.prepare_open(x.of_heads, **options)
+        arrays, options = x.of_heads, dict[str, Any](scale=call.scale, interpret=interpret)
 
-    def open_adjoints(
-        self,
-        call: Call,
-        x: Arrays,
-        residuals: Residuals,
-        cotangents: OutputCotangents,
-        entry: Any,
-        interpret: Any,
-    ) -> Any:
-        """See `OpenKernels`."""
-        from pallas_kernels.backward import rule
+        def gradients(residuals: Residuals, cotangents: OutputCotangents, adjoints: Any) -> Arrays:
+            how = dict(config=backward.Config(segments=adjoints is not None), adjoints=adjoints)
+            return of_heads(backward.backward(arrays, residuals, cotangents, **how, **options))
 
-        options: dict[str, Any] = dict(scale=call.scale, interpret=interpret)
-        return rule.open_adjoints(x.of_heads, residuals, cotangents, entry, **options)
-
-    def open_backward(
-        self,
-        call: Call,
-        x: Arrays,
-        residuals: Residuals,
-        cotangents: OutputCotangents,
-        adjoints: jax.Array | None,
-        interpret: Any,
-    ) -> Arrays:
-        """See `OpenKernels`."""
-        from pallas_kernels.backward import rule
-
-        options: dict[str, Any] = dict(config=rule.Config(segments=adjoints is not None), adjoints=adjoints)
-        options |= dict(scale=call.scale, interpret=interpret)
-        return of_heads(rule.backward(x.of_heads, residuals, cotangents, **options))
+        return Opened(
+            lambda sequence: forward.prepare_open(arrays, open_sequence=sequence, **options),
+            partial(backward.open_adjoints, arrays, **options),
+            gradients,
+        )
 
     def forward_module(self) -> Any:
         """See `OfModules`."""

@@ -27,42 +27,33 @@ class Saved(NamedTuple):
     residuals: Any
 
 
-@runtime_checkable
-class OpenKernels(Protocol):
-    """Kernels that cut sequences into segments, and what they do where a sequence goes on at another device.
+class Opened(NamedTuple):
+    """Kernels of a call that cut sequences into segments, where a sequence goes on at another device.
 
     Keys are as they are after the L2 norm, states are [K, V], and cu_seqlens is not known while tracing. Outputs may
-    have more tokens than x.
+    have more tokens than the call.
     """
 
-    def open_forward(self, call: Call, x: Arrays, sequence: Int[Array, ""] | None, interpret: Any) -> Any:
-        """The forward up to where states are needed, as `pallas_kernels.forward.rule.Open`.
+    forward: Callable[[Int[Array, ""] | None], Any]
+    """The forward up to where states are needed, as `pallas_kernels.forward.rule.Open`, from the packed sequence that
+    goes on; None where every row does."""
+    adjoints: Callable[[Any, Any, Any], Any]
+    """The cotangents at both ends of segments, as of `pallas_kernels.backward.rule.open_adjoints`, from residuals,
+    cotangents and the sequences that come from elsewhere."""
+    backward: Callable[[Any, Any, jax.Array | None], Arrays]
+    """Cotangents of the arguments, from residuals, cotangents and those at the starts of segments, to walk over
+    these; None to walk over whole sequences."""
+
+
+@runtime_checkable
+class OpenKernels(Protocol):
+    """A set of kernels that passes states."""
+
+    def opened(self, call: Call, x: Arrays, interpret: Any) -> Opened:
+        """The kernels with the arguments of a call.
 
         Args:
-          sequence: the packed one that goes on; None where every row does.
           interpret: parameters of Pallas' interpreter, None to compile.
-        """
-        ...
-
-    def open_adjoints(
-        self, call: Call, x: Arrays, residuals: Any, cotangents: Any, entry: Any, interpret: Any
-    ) -> Any:
-        """The cotangents at both ends of segments, as of `pallas_kernels.backward.rule.open_adjoints`."""
-        ...
-
-    def open_backward(
-        self,
-        call: Call,
-        x: Arrays,
-        residuals: Any,
-        cotangents: Any,
-        adjoints: jax.Array | None,
-        interpret: Any,
-    ) -> Arrays:
-        """Cotangents of the arguments.
-
-        Args:
-          adjoints: those at the starts of segments, to walk over these; None to walk over whole sequences.
         """
         ...
 
@@ -80,9 +71,8 @@ class KernelPassing:
     ) -> tuple[Affine, Callable[[jax.Array], tuple[tuple[jax.Array, jax.Array], Saved]]]:
         """See `StatePassing`."""
         keys = self._normalized(*self._keys(x))
-        opened = self.kernels.open_forward(
-            self._plain, self._with_keys(x, keys), borders.last, self.interpret
-        )
+        kernels = self.kernels.opened(self._plain, self._with_keys(x, keys), self.interpret)
+        opened = kernels.forward(borders.last)
         items, m_t = opened.prepared.items, opened.prepared.m_t
         assert m_t is not None
         _, end = _items_of(items, borders.last, x.k.shape[0])
@@ -105,11 +95,9 @@ class KernelPassing:
 
         x, residuals = saved
         keys, through_norm = jax.vjp(self._normalized, *self._keys(x))
-        known = self._plain, self._with_keys(x, keys), residuals
+        kernels = self.kernels.opened(self._plain, self._with_keys(x, keys), self.interpret)
         entry = Entry(borders.first, borders.enters)
-        e, at_ends, is_cut = self.kernels.open_adjoints(
-            *known, OutputCotangents(do, ends), entry, self.interpret
-        )
+        e, at_ends, is_cut = kernels.adjoints(residuals, OutputCotangents(do, ends), entry)
         segments, rows = residuals.segments, x.k.shape[0]
         first, end = _items_of(segments.items, borders.first, rows)
         m_t = jax.tree.map(lambda x: x[first], segments.m_t).whole()
@@ -124,8 +112,7 @@ class KernelPassing:
                 widths = e.shape[-2] - after.shape[2], e.shape[-1] - after.shape[3]
                 _, end = _items_of(segments.items, borders.last, rows)
                 adjoints = e.at[end - 1].set(jnp.pad(after, ((0, 0), (0, 0), *((0, n) for n in widths))))
-            cotangents = OutputCotangents(do, ends)
-            out = self.kernels.open_backward(*known, cotangents, adjoints, self.interpret)
+            out = kernels.backward(residuals, OutputCotangents(do, ends), adjoints)
             return self._with_keys(out, through_norm(self._keys(out))).floats
 
         return de[:, :, : x.k.shape[3], : x.v.shape[3]], rest
