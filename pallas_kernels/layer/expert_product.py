@@ -5,7 +5,7 @@
 A product may be one with W_e^T, as a gradient is, from weights [N, D] of an expert.
 
 Only the experts that are named are read, each once for every tile of rows, and tiles beyond `used` are left out.
-For few rows `layer.expert_swiglu` is faster.
+For few rows `rows.expert_swiglu` is faster.
 
 Inputs (GMEM): x [tiles * rows, D]; w [E, D, N], of x's dtype, bfloat16 or float16; experts [tiles] int32, in
 [0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2 columns of a SwiGLU; what is behind

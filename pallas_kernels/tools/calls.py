@@ -26,25 +26,25 @@ from pallas_kernels.decode.drafts_mma import drafts_mma
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
-from pallas_kernels.layer.attention_rows import Parts
 from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
 from pallas_kernels.layer.cross_entropy import cross_entropy
-from pallas_kernels.layer.dense_stream import dense_stream
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
-from pallas_kernels.layer.latent_row import Places as LatentPlaces
-from pallas_kernels.layer.latent_row import latent_row
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
-from pallas_kernels.layer.routed_stream import routed_stream
-from pallas_kernels.layer.routing import choose
-from pallas_kernels.layer.row_product import attended_product, heads_product, stream_product
 from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
 from pallas_kernels.layer.swiglu_product import swiglu_product
 from pallas_kernels.layer.weight_gradient import weight_gradient
+from pallas_kernels.rows.attention_rows import Parts
+from pallas_kernels.rows.dense_stream import dense_stream
+from pallas_kernels.rows.latent_row import Places as LatentPlaces
+from pallas_kernels.rows.latent_row import latent_row
+from pallas_kernels.rows.routed_stream import routed_stream
+from pallas_kernels.rows.routing import choose
+from pallas_kernels.rows.row_product import attended_product, heads_product, stream_product
 from pallas_kernels.tools.batch_calls import BATCH_CALLS
 from pallas_kernels.tools.call import Call, call, shapes
 from pallas_kernels.tools.channel_calls import channels_call, mma_channels_call

@@ -5,9 +5,9 @@ from typing import Any
 
 from gdn_jax.shapes import Convolution, LayerScales
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.token.decays import ChannelDecay, HeadDecay
-from pallas_kernels.token.delta_layer import delta_layer
-from pallas_kernels.token.heads import Places, Rule
+from pallas_kernels.rows.delta_decays import ChannelDecay, HeadDecay
+from pallas_kernels.rows.delta_heads import Places, Rule
+from pallas_kernels.rows.delta_layer import delta_layer
 from pallas_kernels.tools.call import Call, call
 
 

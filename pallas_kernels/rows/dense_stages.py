@@ -1,4 +1,4 @@
-"""The stages of `layer.dense_stream`, which says what they compute, and how their work is cut."""
+"""The stages of `rows.dense_stream`, which says what they compute, and how their work is cut."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK, WIDEST, Whole
-from pallas_kernels.layer.tile_ring import Slots
+from pallas_kernels.rows.ring import Slots
+from pallas_kernels.rows.weights import BLOCK, WIDEST, Whole
 
 SLICE = WARP * WARPS
 """Numbers of h of a CTA are kept in multiples of it: a thread has as many of them as there are multiples."""

@@ -1,4 +1,4 @@
-"""The stages of `layer.routed_stream`, which says what they compute, and how their work is cut."""
+"""The stages of `rows.routed_stream`, which says what they compute, and how their work is cut."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.tile_ring import TileRing
+from pallas_kernels.rows.ring import TileRing
 
 DEPTH = 32
 """Numbers of the sum in a tile of the branches."""

@@ -2,10 +2,10 @@
 
     s = x + y;   c = s (mean(s^2) + eps)^(-1/2) w W^T;   q, k and v of c pass through the convolution
 
-A warpgroup has its own tiles of rows of W, among which are all that pass through the convolution, see `plan`. Their
-copies are on their way while the row is made, of which each warp makes a part. The others are claimed, by those that
-get memory fast more than by others. Sums are taken of s w, and scaled at the end: nobody waits for the norm. A CTA
-makes, by one warpgroup, at most one row that is no part of a tile: of the strengths, or of a head's decay.
+A warpgroup has its own tiles of rows of W, among which are all that pass through the convolution, see `delta_plan`.
+Their copies are on their way while the row is made, of which each warp makes a part. The others are claimed, by those
+that get memory fast more than by others. Sums are taken of s w, and scaled at the end: nobody waits for the norm. A
+CTA makes, by one warpgroup, at most one row that is no part of a tile: of the strengths, or of a head's decay.
 
 References (GMEM): x [D / CHUNK, CHUNK], y [P, ..] of x's shape or None, w of x's shape, float32; weight
 [F, pieces, WIDEST], whose rows lie as `Places` says; filters [C, taps], bias [C] or None; in place conv
@@ -39,9 +39,9 @@ from pallas_kernels.device.launch import grid_index, warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
-from pallas_kernels.token.heads import Head, Places, Share
-from pallas_kernels.token.plan import CHUNKS, Plan
-from pallas_kernels.token.rooms import CHUNK, LAST, ROWS, WARPGROUPS, WIDEST
+from pallas_kernels.rows.delta_heads import Head, Places, Share
+from pallas_kernels.rows.delta_plan import CHUNKS, Plan
+from pallas_kernels.rows.delta_rooms import CHUNK, LAST, ROWS, WARPGROUPS, WIDEST
 
 
 class Own(NamedTuple):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory
-from pallas_kernels.layer.dense_weights import WIDEST
+from pallas_kernels.rows.weights import WIDEST
 
 WARPGROUPS = 4
 """Warpgroups of a CTA, which have a quarter of V and of the CTA's rows of W_o each."""

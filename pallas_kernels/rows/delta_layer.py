@@ -4,15 +4,15 @@
     S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
     y = sum_h y_h,   y_h = W_h (o_h (mean(o_h^2) + eps)^(-1/2) w_o f(z_h))
 
-The log decay g is a number of each value head, or one of each of its key channels: `decays`. A key head may have
-several value heads, R of them.
+The log decay g is a number of each value head, or one of each of its key channels: `delta_decays`. A key head may
+have several value heads, R of them.
 
-Two stages, `projections` and `heads`. Some CTAs share a key head in both of them: they wait for each other by a
-barrier in global memory, and for no CTA of another head. What the second stage reads of weights and states is on its
-way before the barrier, so that memory does not stand still there. How many CTAs there are and who makes what is a
-`plan`; where arrays lie in shared memory is the plan's room, `rooms`.
+Two stages, `delta_projections` and `delta_heads`. Some CTAs share a key head in both of them: they wait for each
+other by a barrier in global memory, and for no CTA of another head. What the second stage reads of weights and states
+is on its way before the barrier, so that memory does not stand still there. How many CTAs there are and who makes
+what is a `delta_plan`; where arrays lie in shared memory is the plan's room, `delta_rooms`.
 
-Inputs (GMEM): x [1, D], y [P, D] or none, w [D]; W_in [F, D], whose rows lie as `heads.Places` says; filters
+Inputs (GMEM): x [1, D], y [P, D] or none, w [D]; W_in [F, D], whose rows lie as `delta_heads.Places` says; filters
 [C, taps] and bias [C] or none of q, k and v; A_log [HV], dt_bias [HV] or [HV, K]; w_o [V]; output [E, HV V]. In place
 (GMEM): states of the convolution [1, C, taps - 1], and of the rule [1, HV, K, V] float32. Outputs (GMEM): s [1, D] of
 x's dtype, where there is y; y_h [HV, E] of the output's dtype. Between the stages (GMEM): the channels [F] float32.
@@ -38,11 +38,11 @@ from pallas_kernels.device.grid_barrier import HEADS, GridBarrier, new_words
 from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.heads import Head, Places, Rule, Share
-from pallas_kernels.token.plan import Plan, plan_of
-from pallas_kernels.token.projections import Alone, Projections
-from pallas_kernels.token.rooms import CHUNK, WARPGROUPS, WIDEST
+from pallas_kernels.rows.delta_decays import Decay
+from pallas_kernels.rows.delta_heads import Head, Places, Rule, Share
+from pallas_kernels.rows.delta_plan import Plan, plan_of
+from pallas_kernels.rows.delta_projections import Alone, Projections
+from pallas_kernels.rows.delta_rooms import CHUNK, WARPGROUPS, WIDEST
 
 NEEDS = Needs.TMA | Needs.LARGE
 

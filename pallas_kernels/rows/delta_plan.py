@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS
 from pallas_kernels.device.memory import SMEM_LIMIT, smem_bytes
-from pallas_kernels.layer.dense_weights import EACH
-from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.rooms import CHUNK, ROOMS, ROWS, WARPGROUPS, WIDEST, Room
-from pallas_kernels.token.weights import Whole, of_dtype
+from pallas_kernels.rows.delta_decays import Decay
+from pallas_kernels.rows.delta_rooms import CHUNK, ROOMS, ROWS, WARPGROUPS, WIDEST, Room
+from pallas_kernels.rows.delta_weights import Whole, of_dtype
+from pallas_kernels.rows.weights import EACH
 
 ACCESS = 16
 """Bytes that a thread reads at once, at most."""

@@ -1,6 +1,6 @@
 """Matrices of a layer of the delta rule for one token: numbers, or codes of 8 bits with a scale for each block.
 
-Kinds of weights as in `layer.dense_weights`. Of codes, heads are as wide as a block, so that a tile of W_in and a
+Kinds of weights as in `rows.weights`. Of codes, heads are as wide as a block, so that a tile of W_in and a
 head's columns of W_o lie in one block of rows and of columns.
 """
 
@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.lanes import load
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK, WIDEST, Codes, Numbers
-from pallas_kernels.token.rooms import CLAIMED, ROWS, WARPGROUPS
+from pallas_kernels.rows.delta_rooms import CLAIMED, ROWS, WARPGROUPS
+from pallas_kernels.rows.weights import BLOCK, WIDEST, Codes, Numbers
 
 
 class Whole(Numbers):

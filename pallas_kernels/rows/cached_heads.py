@@ -11,7 +11,7 @@ bfloat16 or float16; frequencies [R / 2] float32 of the angles, or none; weights
 queries'. In place (GMEM): keys and values [rows, S, N, K] of x's dtype. A token whose slot is none of S writes
 nothing, and its queries are NaN.
 Output (GMEM): queries [B, N, G', K], where G' is a multiple of eight that holds the H / N heads of a key head, as
-`layer.attention_rows` takes them; the heads that fill it up are 0.
+`rows.attention_rows` takes them; the heads that fill it up are 0.
 Grid: a warpgroup for each head of each row, each of whose warps has the whole head. No shared memory.
 Numerics: float32, rounded once. The same bits in every call. Hardware: `NEEDS`. Limits: `check_supported`.
 """

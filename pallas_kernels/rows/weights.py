@@ -114,7 +114,7 @@ class Codes(Numbers):
 
 
 class Whole(Numbers):
-    """Numbers of 16 bits, as `layer.dense_stream` has them."""
+    """Numbers of 16 bits, as `rows.dense_stream` has them."""
 
     def rows(self, F: int, own: int) -> int:
         """Rows of a tile, where CTAs have `own` numbers each of an inner width F."""

@@ -1,4 +1,4 @@
-"""Rows that `layer.row_product` multiplies: a warpgroup makes them from the residual stream, or from heads."""
+"""Rows that `rows.row_product` multiplies: a warpgroup makes them from the residual stream, or from heads."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from pallas_kernels.device.lanes import load
 from pallas_kernels.device.launch import grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
+from pallas_kernels.rows.weights import BLOCK
 
 WIDEST = 256
 """Columns of a piece of the matrix at most, and so of a dimension of what is copied at once."""
@@ -134,7 +134,7 @@ MOST_NUMBERS = 96 * r.WARPS * r.LANES
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """Heads of softmax attention as `layer.attention_rows` leaves them, times the sigmoids of their gates.
+    """Heads of softmax attention as `rows.attention_rows` leaves them, times the sigmoids of their gates.
 
         o = sum_p f_p o_p / sum_p f_p total_p,   f_p = 2^(largest_p - max largest)
 

@@ -56,9 +56,9 @@ from pallas_kernels.device.lanes import WARPS
 from pallas_kernels.device.launch import compiled, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer import row_choice
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.routed_stages import (
+from pallas_kernels.rows import row_choice
+from pallas_kernels.rows.routed_stages import (
     COLUMNS,
     DEPTH,
     DOWN_COLUMNS,

@@ -37,9 +37,8 @@ from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.attention_rows import Parts
-from pallas_kernels.layer.dense_weights import BLOCK
-from pallas_kernels.layer.made_rows import (
+from pallas_kernels.rows.attention_rows import Parts
+from pallas_kernels.rows.made_rows import (
     WIDEST,
     Attended,
     Blocks,
@@ -48,6 +47,7 @@ from pallas_kernels.layer.made_rows import (
     Stream,
     bytes_for_tiles,
 )
+from pallas_kernels.rows.weights import BLOCK
 
 NEEDS = Needs.MMA
 

@@ -4,8 +4,8 @@
     y_h = W_h (o (mean(o^2) + eps)^(-1/2) w f(z))                                            for each head h
     y = sum_h y_h
 
-The rule's decay says what g is, a number of the head or one of each key channel, see `decays`. Some CTAs share a
-value head. Each reads the head's state whole, makes o and its gated norm, and multiplies by its rows of the head's
+The rule's decay says what g is, a number of the head or one of each key channel, see `delta_decays`. Some CTAs share
+a value head. Each reads the head's state whole, makes o and its gated norm, and multiplies by its rows of the head's
 columns of W: so none of them waits for a result of another one. All of them have read the state before one writes its
 rows of it.
 
@@ -45,9 +45,9 @@ from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
-from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.plan import Plan
-from pallas_kernels.token.rooms import WARPGROUPS
+from pallas_kernels.rows.delta_decays import Decay
+from pallas_kernels.rows.delta_plan import Plan
+from pallas_kernels.rows.delta_rooms import WARPGROUPS
 from pallas_kernels.work.slots import Slots
 
 

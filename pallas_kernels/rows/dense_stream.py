@@ -14,7 +14,7 @@ all CTAs (`device.grid_barrier`) each adds up some columns of all parts, so z is
 
 Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] float32; A and B one after the other as
 gate_up [2 F, D], W as down [F, D], of one dtype, bfloat16 or float16, or codes of E4M3 with scales of their blocks
-(`dense_weights`). Between the stages (GMEM): parts of z
+(`weights`). Between the stages (GMEM): parts of z
 [slices, D] float32. Outputs (GMEM): s [1, D] of x's dtype, where there is y; z [1, D] float32.
 Grid: as many CTAs of four warpgroups as there are multiprocessors, of which a multiple of 16 have a slice. A tile is
 four rows of A, B or W, or some of their columns, of which a warpgroup has always the same. Shared memory: `_memory`.
@@ -45,7 +45,7 @@ from pallas_kernels.device.launch import compiled, grid_index, room, warpgroup_i
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.dense_stages import (
+from pallas_kernels.rows.dense_stages import (
     COLUMNS,
     LINE,
     LONGEST,
@@ -59,7 +59,7 @@ from pallas_kernels.layer.dense_stages import (
     add_parts,
     rows_of_columns,
 )
-from pallas_kernels.layer.dense_weights import of_dtype
+from pallas_kernels.rows.weights import of_dtype
 
 NEEDS = Needs.MMA
 
@@ -171,7 +171,7 @@ def dense_stream(
       norm: weight of the norm.
       gate_up: rows of both branches, one branch after the other.
       down: rows of the projection down.
-      scales: of the blocks of both branches and of W, where these are codes of E4M3, see `dense_weights`; else None.
+      scales: of the blocks of both branches and of W, where these are codes of E4M3, see `weights`; else None.
       eps: of the norm.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
       words: of the barrier, as for `grid_barrier.launch_stages`.
