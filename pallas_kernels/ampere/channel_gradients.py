@@ -234,6 +234,7 @@ def channel_gradients(
         memory=_memory(V, k.dtype),
         ctas=chunks * HO,
         reduction_bytes=0,  # every sum stays inside a warp
+        auto_barriers=True,
         interpret=interpret,
     )
     of_tokens: dict[str, Any] = {

@@ -282,7 +282,6 @@ def gradients(
         | {"x": parts, "k_write": parts, "l": part, "inner": part},
         memory=_memory(K, k.dtype, interpreted=interpret is not None),
         ctas=chunks * HO,
-        auto_barriers=False,
         warpgroups=WARPGROUPS,
         interpret=interpret,
     )

@@ -394,6 +394,5 @@ def start_walk(
         memory=memory,
         ctas=chains * sizes.split.num_items * HO * sizes.tiles,
         warpgroups=n + 1,
-        auto_barriers=False,
         interpret=interpret,
     )

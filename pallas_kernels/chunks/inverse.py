@@ -300,6 +300,7 @@ def gated_inverse(
         memory=_memory(config, K, sizes.group, k.dtype, normalize=normalize),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
+        auto_barriers=True,
         interpret=interpret,
     )
     return Inverse(results["t"], results.get("rstd"))

@@ -381,6 +381,7 @@ def channel_pairs(
         memory=_memory(config, K, k.dtype, erases=e is not None, tokens=read),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
+        auto_barriers=True,
         interpret=interpret,
     )
     return Pairs(**results)

@@ -191,7 +191,6 @@ def segment_states(
         outputs={"border": jax.ShapeDtypeStruct(e.shape, jnp.float32)},
         memory=_memory(sizes.stages, K, m_t.rest.dtype),
         ctas=num_sequences * HO * (V // ROWS),
-        auto_barriers=False,
         interpret=interpret,
     )
     return results["border"]

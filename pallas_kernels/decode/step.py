@@ -368,7 +368,6 @@ def step_of_channels(
         updated={"pool": one_for_all_layers(pool, layer)},
         memory={**room, **kind.gate_memory(sizes, T)} if room else room,
         ctas=N * HV * (V // config.block) // config.turns,
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )

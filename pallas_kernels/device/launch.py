@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import first_call, generations
-from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
+from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs, capabilities
 
 NUM_SMS = 132
@@ -53,11 +53,11 @@ def launch(
     *,
     inputs: Mapping[str, Any],
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
-    memory: Memory,
     ctas: int,
+    memory: Memory = MappingProxyType({}),
     cluster: int = 1,
     warpgroups: int | None = None,
-    auto_barriers: bool = True,
+    auto_barriers: bool = False,
     reduction_bytes: int | None = None,
     updated: Mapping[str, jax.Array | None] | None = None,
     kept: Mapping[str, Any] | None = None,
@@ -74,11 +74,11 @@ def launch(
       body: traced with 32-bit constants also where jax_enable_x64 is set.
       inputs: arrays; None for one that this configuration does without.
       outputs: shapes and dtypes, likewise.
-      memory: shared memory, likewise.
       ctas: CTAs, along the grid axis "cta"; with clusters, these along it.
+      memory: shared memory, likewise.
       cluster: CTAs of a cluster, along the axis `CLUSTER`, which there is not with one.
       warpgroups: warpgroups of a CTA, along the axis "wg"; None for one without that axis.
-      auto_barriers: whether Pallas puts a barrier around accesses to shared memory.
+      auto_barriers: whether Pallas puts a barrier around accesses to shared memory; else the body has its own.
       reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
       updated: arrays of which the kernel writes parts. XLA lets it write into the array itself where nothing else
         reads that, and else into a copy.
@@ -91,6 +91,8 @@ def launch(
       mesh axes that any of the inputs varies over; Pallas forgets these.
     """
     first_call.prepare()
+    taken = smem_bytes(memory, reduction_bytes or 0)
+    assert interpret is not None or taken <= room(), f"{name}: {taken} bytes of shared memory of {room()}"
     updated, kept, later = updated or {}, kept or {}, [f"ahead {n}" for n in range(len(ahead))]
     inputs = {**inputs, **dict(zip(later, ahead, strict=True))}
     given, results, changed = (

@@ -167,7 +167,6 @@ def channel_outputs(
         memory=_memory(config, K, v.dtype, packed=tables is not None, tokens=tokens),
         ctas=split.num_items * HO * sizes.tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
     )
     if states is None:

@@ -128,7 +128,6 @@ def channel_transitions(
         memory=_memory(config, K, v.dtype, tokens),
         ctas=split.num_items * HO * tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         reduction_bytes=0,  # the sum stays inside a warp
         interpret=interpret,
     )

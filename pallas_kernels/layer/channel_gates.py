@@ -127,8 +127,6 @@ def _run_forward(lower_bound, interpret, f, A_log, dt_bias):
         functools.partial(_forward, lower_bound=lower_bound),
         inputs=_inputs(f, A_log, dt_bias),
         outputs={"g": jax.ShapeDtypeStruct(f.shape, jnp.float32)},
-        memory={},
-        auto_barriers=False,
         ctas=f.shape[1] * _parts(*f.shape),
         interpret=interpret,
     )["g"]
@@ -155,8 +153,6 @@ def _run_backward(lower_bound, interpret, f, A_log, dt_bias, dg):
         functools.partial(_backward, lower_bound=lower_bound),
         inputs=_inputs(f, A_log, dt_bias) | {"dg": dg},
         outputs={"df": jax.ShapeDtypeStruct(f.shape, f.dtype), "dbias": sums, "dA_log": sums},
-        memory={},
-        auto_barriers=False,
         ctas=parts * H,
         interpret=interpret,
     )

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import ROW, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -126,12 +126,6 @@ def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return cta.smem.x.at[slot, cta.own_rows(0)], transposed(cta.smem.w.at[slot])
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    (M, D), N = gmem.x.shape, gmem.w.shape[0]
-    cta = Cta(gmem, smem, M=M, N=N, D=D, **static)
-    tiles.work(cta, _load, _operands, _store)
-
-
 def cross_entropy(
     x: Float[Array, "T D"],
     weight: Float[Array, "V D"],
@@ -149,17 +143,15 @@ def _run(config, interpret, x, weight, targets):
     rows = round_up(T, CLUSTER_CTAS * TILE_ROWS)
     of_tiles = {"m": jnp.float32, "s": jnp.float32, "best": jnp.int32, "of_target": jnp.float32}
     shape = pl.cdiv(V, COLUMNS), rows
-    results = launch(
+    results = tiles.start(
         "cross_entropy",
-        functools.partial(_body, config=config, interpreted=interpret is not None),
+        functools.partial(tiles.work, load=_load, operands=_operands, finish=_store),
+        (T, V, x.shape[1]),
         inputs={"x": x, "w": weight, "targets": jnp.pad(targets.astype(jnp.int32), (0, rows - T))},
         outputs={"u": jax.ShapeDtypeStruct((T, V), x.dtype)}
         | {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in of_tiles.items()},
         memory=_memory(config),
-        auto_barriers=False,
-        ctas=tiles.num_clusters(config, T, V),
-        cluster=CLUSTER_CTAS,
-        warpgroups=3,
+        config=config,
         reduction_bytes=0,  # sums and maxima stay inside a warp
         interpret=interpret,
     )

@@ -168,7 +168,6 @@ def start(
             "saturated": jax.ShapeDtypeStruct((ctas,), jnp.int32),
         },
         memory={"tile": Buffer((TOKENS, COLUMNS), x.dtype, swizzle=128)},
-        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

@@ -90,8 +90,6 @@ def embedding_gradient(
         _body,
         inputs={"dx": dx, "order": order, "starts": starts},
         outputs={"out": jax.ShapeDtypeStruct((V, D), jnp.float32)},
-        memory={},
-        auto_barriers=False,
         ctas=V * (D // _columns(D)),
         interpret=interpret,
     )["out"]

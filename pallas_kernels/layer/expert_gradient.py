@@ -9,7 +9,7 @@ a tile up; first and count [E] int32, the first tile of each expert, and how man
 [E, M, N] of x's dtype.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile [`TILE`, `COLUMNS`] of a dW, those of an expert
 one after another, so that its rows stay in the L2 cache. Two warpgroups multiply, `ROWS` rows of dW each, one loads,
-`DEPTH` rows at a time: `layer.expert_ring`.
+`DEPTH` rows at a time: `layer.operand_ring`.
 Shared memory: `_memory`, 208 KB.
 Numerics: float32 sums, rounded once. The same bits in every call. Hardware: compute capability 9.0. Limits:
 `check_supported`.
@@ -30,7 +30,7 @@ from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, 
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
+from pallas_kernels.layer.operand_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -129,23 +129,15 @@ def _multiply(cta: _Cta) -> None:
     smem, dev, ring, own = cta.smem, cta.dev, cta.ring, pl.ds(cta.wg * ROWS, ROWS)
 
     def product(first, steps, acc):
-        def step(k, carry):
-            slot = ring.filled(first + k)
+        def issue(_, slot):
             dev.issue(acc, transposed(smem.x.at[slot, :, own]), smem.dy.at[slot])
-            dev.finish(1)
-            pl.when(k > 0)(lambda: ring.release(first + k - 1))
-            return carry
 
-        lax.fori_loop(0, steps, step, ())
-        dev.finish(0)
-        dw = dev.collect(acc)
-        pl.when(steps > 0)(lambda: ring.release(first + steps - 1))
-        return dw
+        return ring.sums(dev, first, steps, [acc], issue)
 
     def item(i, first):
         expert, row, column = cta.place(i)
         steps = cta.steps(i)
-        dw = pl.run_scoped(lambda acc: product(first, steps, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+        (dw,) = pl.run_scoped(lambda acc: product(first, steps, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
 
         def target(at):
             return cta.gmem.dw.at[expert, pl.ds(row + cta.wg * ROWS, ROWS), pl.ds(column + at, OUT)]
@@ -195,7 +187,6 @@ def _run(config, rows, interpret, x, dy, first, count):
         inputs={"x": x, "dy": dy, "first": first, "count": count},
         outputs={"dw": jax.ShapeDtypeStruct((first.shape[0], x.shape[1], dy.shape[1]), x.dtype)},
         memory=_memory(config, x.dtype),
-        auto_barriers=False,
         ctas=config.ctas,
         warpgroups=MULTIPLYING + 1,
         interpret=interpret,

@@ -12,7 +12,7 @@ Inputs (GMEM): x [tiles * rows, D]; w [E, D, N], of x's dtype, bfloat16 or float
 the used tiles is not written.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile of rows and a tile of columns, the items of one
 tile of rows one after another. A CTA has `Config.warpgroups` warpgroups that multiply, `ROWS` rows each, and one that
-loads: `layer.expert_ring`.
+loads: `layer.operand_ring`.
 Shared memory: `_memory`.
 Numerics: float32 sums. Branches of a SwiGLU and their product are float32, rounded once. The same bits in every call.
 Hardware: compute capability 9.0. Limits: `check_supported`.
@@ -31,10 +31,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
+from pallas_kernels.layer.operand_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -133,22 +133,12 @@ def _multiply(cta: _Cta) -> None:
     own = pl.ds(cta.wg * ROWS, ROWS)
 
     def products(i, *accs):
-        first = i * cta.steps
-
-        def step(k, carry):
-            slot = ring.filled(first + k)
+        def issue(_, slot):
             for part, acc in enumerate(accs):
                 w = smem.w.at[slot, part]
                 dev.issue(acc, smem.x.at[slot, own], transposed(w) if cta.transpose else w)
-            dev.finish(cta.parts)
-            pl.when(k > 0)(lambda: ring.release(first + k - 1))
-            return carry
 
-        lax.fori_loop(0, cta.steps, step, ())
-        dev.finish(0)
-        results = [dev.collect(acc) for acc in accs]
-        ring.release(first + cta.steps - 1)
-        return results
+        return ring.sums(dev, i * cta.steps, cta.steps, accs, issue)
 
     def item(i, _):
         tile, column = cta.place(i)
@@ -200,8 +190,7 @@ def expert_product(
 
 def _run(config, swiglu, transpose, interpret, x, w, experts, used):
     tiles, parts = experts.shape[0], 2 if swiglu else 1
-    memory, N = _memory(config, parts, transpose, x.dtype), w.shape[1 if transpose else 2]
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
+    N = w.shape[1 if transpose else 2]
     assert x.shape[0] == tiles * config.rows, (x.shape, tiles)
     results = launch(
         "expert_product",
@@ -214,8 +203,7 @@ def _run(config, swiglu, transpose, interpret, x, w, experts, used):
         ),
         inputs={"x": x, "w": w, "experts": experts, "used": used},
         outputs={"y": jax.ShapeDtypeStruct((tiles * config.rows, N // parts), x.dtype)},
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, parts, transpose, x.dtype),
         ctas=config.ctas,
         warpgroups=config.warpgroups + 1,
         interpret=interpret,

@@ -159,8 +159,6 @@ def _run_forward(eps, activation, interpret, o, z, weight):
         functools.partial(_forward, eps=eps, activation=ACTIVATIONS[activation]),
         inputs={"o": o, "z": _in_blocks(z, o.shape[1]), "w": weight.astype(jnp.float32)},
         outputs={"y": jax.ShapeDtypeStruct(o.shape, o.dtype)},
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(o.size)[1],
         interpret=interpret,
     )["y"]
@@ -197,8 +195,6 @@ def _run_backward(eps, activation, again, interpret, o, z, weight, dy):
             "y": jax.ShapeDtypeStruct(o.shape, o.dtype) if again else None,
             "dw": jax.ShapeDtypeStruct((ctas, BLOCK // V, V), jnp.float32),
         },
-        memory={},
-        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

@@ -90,6 +90,5 @@ def _run(interpret, u, f, targets, b):
     (T, V), inputs = u.shape, {"u": u, "f": f, "targets": targets.astype(jnp.int32), "b": b}
     ctas = r.num_ctas(u.size // math.prod(_block(T, V)), CTAS_PER_SM)
     outputs = {"dl": jax.ShapeDtypeStruct(u.shape, u.dtype)}
-    return launch(
-        "logit_cotangents", _body, inputs=inputs, outputs=outputs, memory={}, ctas=ctas, interpret=interpret
-    )["dl"]
+    options = dict(inputs=inputs, outputs=outputs, ctas=ctas, auto_barriers=True, interpret=interpret)
+    return launch("logit_cotangents", _body, **options)["dl"]

@@ -146,8 +146,6 @@ def _run_forward(eps, dtype, keep, interpret, x, y, weight):
             "kept": jax.ShapeDtypeStruct(x.shape, dtype) if narrows else None,
             "n": jax.ShapeDtypeStruct(x.shape, dtype),
         },
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(N, D)[1],
         interpret=interpret,
     )
@@ -204,8 +202,6 @@ def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors):
             "dy": jax.ShapeDtypeStruct(s.shape, y_dtype) if separate else None,
             "dw": sums if weight is not None else None,
         },
-        memory={},
-        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

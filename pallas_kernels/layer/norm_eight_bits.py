@@ -182,7 +182,6 @@ def _launch(name: str, body: Callable[..., None], inputs: dict, outputs: dict, c
         | {"x8": jax.ShapeDtypeStruct((N, D), dtype), "x8_t": jax.ShapeDtypeStruct((D, N), dtype)},
         memory={"codes": Buffer((TOKENS, D + SKEW), dtype)},
         ctas=_blocks(N)[1],
-        auto_barriers=False,
         interpret=interpret,
     )
 

@@ -360,7 +360,7 @@ def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, 
         "fresh": None if fresh is None else fresh.astype(jnp.int32),
     }
     ctas = B * -(-T // config.strip) * (D // width // HEADS)
-    return inputs, {"memory": {}, "ctas": ctas, "auto_barriers": False}
+    return inputs, {"ctas": ctas}
 
 
 def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):

@@ -108,8 +108,6 @@ def _run_forward(interpret, ab):
         _forward,
         inputs={"ab": ab.reshape(-1, 2, GROUP)},
         outputs={"h": _groups(size, dtype=ab.dtype)},
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(size)[1],
         interpret=interpret,
     )["h"].reshape(-1)
@@ -128,8 +126,6 @@ def _run_backward(interpret, ab, dh):
         _backward,
         inputs={"ab": ab.reshape(-1, 2, GROUP), "dh": dh.reshape(-1, GROUP)},
         outputs={"dab": _groups(dh.size, 2, dtype=ab.dtype)},
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(dh.size)[1],
         interpret=interpret,
     )["dab"].reshape(-1)

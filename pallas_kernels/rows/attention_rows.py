@@ -15,7 +15,7 @@ o [B, N, parts, G, V], not divided by the sum of its weights; maxima and sums [B
 base 2.
 Grid: persistent, one CTA on each multiprocessor. An item is a part of a row's tiles of tokens, of one key head. A CTA
 has a warpgroup that multiplies and one that loads. The cache passes through a ring of slots [`TOKENS`, 64], a tile in
-as many as have its keys and values, which are free once the tile has been multiplied twice: `layer.expert_ring`.
+as many as have its keys and values, which are free once the tile has been multiplied twice: `layer.operand_ring`.
 
 Barriers:
 
@@ -43,17 +43,15 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA, WGMMA_TRANSPOSED, along_columns, iota, zeros
 from pallas_kernels.device.memory import (
-    SMEM_LIMIT,
     Barriers,
     Buffer,
     Memory,
-    smem_bytes,
     store_any,
     transposed,
 )
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import Ring, barriers, roles, share
+from pallas_kernels.layer.operand_ring import Ring, barriers, roles, share
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -374,8 +372,6 @@ def attention_parts(
 def _run(config, of_scores, interpret, queries, cache, length, rows):
     (B, N, G, _), (R, S, *_), wide = queries[0].shape, cache[0].shape, jnp.float32
     pieces, dtype, heads = Pieces.of(queries, cache), queries[0].dtype, _whole(G)
-    memory = _memory(config, heads, pieces, dtype)
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
     filled = [jnp.pad(q, ((0, 0), (0, 0), (0, heads - G), (0, 0))) for q in queries]
     of_parts = B, N, config.parts, heads
     found = launch(
@@ -399,8 +395,7 @@ def _run(config, of_scores, interpret, queries, cache, length, rows):
             "largest": jax.ShapeDtypeStruct(of_parts, wide),
             "total": jax.ShapeDtypeStruct(of_parts, wide),
         },
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, heads, pieces, dtype),
         ctas=config.ctas,
         warpgroups=2,
         interpret=interpret,

@@ -199,9 +199,7 @@ def _run(heads, eps, interpret, x, cache, slots, rows, norms, rotation):
         },
         outputs={"q": jax.ShapeDtypeStruct((B, N, sizes.whole, K), x.dtype)},
         updated={"k": cache[0], "v": cache[1]},
-        memory={},
         ctas=B * (heads + 2 * N),
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )

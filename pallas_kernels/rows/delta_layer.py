@@ -240,7 +240,6 @@ def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, st
     static: dict[str, Any] = {"places": places, "plan": plan}
     run = functools.partial(
         launch,
-        auto_barriers=False,
         ctas=plan.ctas,
         warpgroups=WARPGROUPS,
         reduction_bytes=room.reduction_bytes,

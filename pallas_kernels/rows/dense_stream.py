@@ -209,7 +209,6 @@ def _run(config, eps, interpret, x, y, norm, gate_up, down, scales, ahead, words
         words=words,
         memory=_memory(sizes, config, down.dtype),
         ahead=ahead,
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups,

@@ -14,7 +14,7 @@ are. Output (GMEM): pieces [tiles + ctas - 1, rows, D] float32, that of CTA c of
 there are. Groups of `GROUP` rows that a tile has none of are neither read nor written.
 Grid: persistent, one CTA or two on each multiprocessor, of `Config.warpgroups` warpgroups that multiply, each some
 rows of a tile, and one that loads. The rows of a tile stay in shared memory. Weights pass through a ring of slots,
-for `DEPTH` numbers of the sum of both branches, then the rows of W for 128 columns of y: `layer.expert_ring`.
+for `DEPTH` numbers of the sum of both branches, then the rows of W for 128 columns of y: `layer.operand_ring`.
 
 Barriers:
 
@@ -45,13 +45,12 @@ from pallas_kernels.device.memory import (
     Barriers,
     Buffer,
     Memory,
-    smem_bytes,
     store_any,
     transposed,
 )
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import DEPTH, Ring, barriers, roles
+from pallas_kernels.layer.operand_ring import DEPTH, Ring, barriers, roles
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -222,18 +221,11 @@ def _multiply(cta: _Cta) -> None:
     def branches(first, is_last, *accs):
         """h of an item, to shared memory."""
 
-        def step(k, carry):
-            slot = ring.filled(first + k)
-            for n, a in enumerate(accs):
-                dev.issue(a, transposed(smem.w.at[slot, n]), transposed(smem.x.at[k, rows]))
-            dev.finish(2)
-            pl.when(k > 0)(lambda: ring.release(first + k - 1))
-            return carry
+        def issue(k, slot):
+            for n, acc in enumerate(accs):
+                dev.issue(acc, transposed(smem.w.at[slot, n]), transposed(smem.x.at[k, rows]))
 
-        lax.fori_loop(0, cta.deep, step, ())
-        dev.finish(0)
-        a, b = (dev.collect(a) for a in accs)
-        ring.release(first + cta.deep - 1)
+        a, b = ring.sums(dev, first, cta.deep, accs, issue)
         pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.x_empty))
         h = a * dev.reciprocal(1.0 + jnp.exp(-a), WGMMA) * b
         transposed(h_smem)[...] = h.astype(cta.gmem.x.dtype)
@@ -360,8 +352,6 @@ def expert_swiglu(
 
 def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, places):
     tiles, D, F = experts.shape[0], x.shape[1], down.shape[1]
-    memory = _memory(config, D, x.dtype)
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
     assert x.shape[0] == tiles * config.rows, (x.shape, tiles)
     pieces = jax.ShapeDtypeStruct((tiles + config.ctas - 1, config.rows, D), jnp.float32)
     made = launch(
@@ -369,8 +359,7 @@ def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, pl
         functools.partial(_body, config=config, interpreted=interpret is not None),
         inputs={"x": x, "gate_up": gate_up, "down": down, "experts": experts, "counts": counts, "used": used},
         outputs={"pieces": pieces},
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, D, x.dtype),
         ctas=config.ctas,
         warpgroups=config.warpgroups + 1,
         interpret=interpret,
@@ -381,7 +370,7 @@ def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, pl
         functools.partial(_sum, rows=config.rows, of_tile=F // M, ctas=config.ctas),
         inputs={"pieces": made, "used": used, "weights": weights, "places": places},
         outputs={"y": jax.ShapeDtypeStruct((N, D), jnp.float32)},
-        memory={},
         ctas=N * D // width,
+        auto_barriers=True,
         interpret=interpret,
     )["y"]

@@ -188,6 +188,7 @@ def _run(experts, size, interpret, x, chosen):
         },
         memory=_memory(rows, size, experts),
         ctas=tiles,
+        auto_barriers=True,
         interpret=interpret,
     )
     return found["tiles"], found["experts"], found["counts"], found["used"], found["places"].reshape(rows, k)

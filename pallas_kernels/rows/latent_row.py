@@ -335,7 +335,7 @@ def latent_row(
 def _run(places, scale, eps, config, interpret, channels, q, norm, frequencies, values, k, v, length):
     (H, V, C), R, like = values.shape, k.shape[3], jax.ShapeDtypeStruct
     warpgroups, parts = _warpgroups(H), config.parts
-    options: dict[str, Any] = dict(auto_barriers=False, warpgroups=warpgroups, interpret=interpret)
+    options: dict[str, Any] = dict(warpgroups=warpgroups, interpret=interpret)
     made = launch(
         "latent_row",
         functools.partial(_attend, places=places, scale=scale, eps=eps, config=config),

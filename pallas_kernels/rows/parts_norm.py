@@ -121,7 +121,6 @@ def _run(eps, dtype, interpret, x, y, norm):
             "squares": Buffer((lines[0],)),
             "made": Barriers(arrivals=warpgroups),
         },
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=B,
         warpgroups=warpgroups,

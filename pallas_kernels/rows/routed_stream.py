@@ -255,7 +255,6 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
         words=words,
         memory=memory,
         ahead=ahead,
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups,

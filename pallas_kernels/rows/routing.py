@@ -219,7 +219,6 @@ def _run(choice, interpret, x, bias):
             **dict.fromkeys(("groups", "kept", "w"), Buffer((ROWS,))),
             "e": Buffer((ROWS,), jnp.int32),
         },
-        auto_barriers=False,
         ctas=N,
         interpret=interpret,
     )

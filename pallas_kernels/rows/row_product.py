@@ -35,7 +35,7 @@ from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, room, warpgroup_index
-from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.rows.attention_rows import Parts
 from pallas_kernels.rows.made_rows import (
@@ -353,8 +353,6 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, int
     columns = min(shape[1], WIDEST)
     weight = weight.reshape(F, D // columns, columns)  # one copy then brings a tile
     shape = (1 if row.blocks is None else row.blocks.count) * shape[0], shape[1]
-    memory = _memory(config, shape, weight, F // config.rows)
-    assert smem_bytes(memory, REDUCTION_BYTES) <= room(), f"{config}: {smem_bytes(memory)} bytes"
     return launch(
         name,
         functools.partial(_body, row=row, config=config),
@@ -362,8 +360,7 @@ def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, int
         outputs=outputs | {"out": jax.ShapeDtypeStruct((F,), dtype)},
         updated=updated,
         ahead=ahead,
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, shape, weight, F // config.rows),
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups if config.warpgroups > 1 else None,
