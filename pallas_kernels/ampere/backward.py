@@ -20,7 +20,7 @@ from pallas_kernels.ampere.adjoints import adjoint_factors, adjoints
 from pallas_kernels.ampere.decays import HEADS
 from pallas_kernels.ampere.gradients import Gradients, gradients
 from pallas_kernels.ampere.rows import Packed, Rows
-from pallas_kernels.ampere.rule import Residuals, batched, padded_states, spread, tables_of
+from pallas_kernels.ampere.rule import Residuals, batched, spread, tables_of
 from pallas_kernels.ampere.segments import first_chunks, joined_backwards, of_layout
 from pallas_kernels.ampere.states import factors, states
 from pallas_kernels.ampere.walk import Config
@@ -28,6 +28,7 @@ from pallas_kernels.backward.gradients import MAX_LIFT, join_dbeta
 from pallas_kernels.backward.rule import Cotangents, OutputCotangents, has_no_past, sum_heads
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.memory import cut_states, pad_states
 
 
 class _Static(NamedTuple):
@@ -165,7 +166,7 @@ def walked(
     """
     t, p = (y.reshape(-1, *y.shape[2:]) for y in (residuals.t, residuals.p))
     (starts, m), kv_layout = (residuals.starts, residuals.m), static.kv_layout
-    h_0, dh_T = (padded_states(y, dims, kv_layout) for y in (initial_state, dfinal))
+    h_0, dh_T = (pad_states(y, dims.K, dims.V, kv_layout) for y in (initial_state, dfinal))
     first_chunk = jnp.asarray(rows.first_chunk)
     both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
     back: dict[str, Any] = dict(scale=static.scale, of=decays[1])
@@ -186,8 +187,7 @@ def walked(
         if starts is not None:
             dh_0 = dh_0.reshape(starts.shape)[:, 0]
             dh_0 = dh_0.swapaxes(-1, -2) if static.kv_layout else dh_0
-        shape = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
-        dh_0 = dh_0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
+        dh_0 = cut_states(dh_0, dims.K, dims.V, static.kv_layout).astype(initial_state.dtype)
     return Walked(h, w, result.dh, result.dv, dh_0)
 
 

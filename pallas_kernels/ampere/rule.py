@@ -24,7 +24,7 @@ from pallas_kernels.ampere.states import ends, factors, outputs
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
-from pallas_kernels.device.memory import pad
+from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work import refusals
 from pallas_kernels.work.tables import (
@@ -159,14 +159,6 @@ def _widened(x: jax.Array) -> jax.Array:
     return pad(x, (*x.shape[:3], round_up(x.shape[3], GRANULE)))
 
 
-def padded_states(states: jax.Array | None, dims: Dims, kv_layout: bool) -> jax.Array | None:
-    """States in float32 and of padded widths; None for zeros."""
-    if states is None:
-        return None
-    widths = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
-    return pad(states.astype(jnp.float32), (*states.shape[:2], *(widths if kv_layout else widths[::-1])))
-
-
 def _gates(x: RuleArrays, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Cumulative log2 decays and write strengths of every chunk."""
     shape, f32 = (*x.q.shape[:2], x.dims.HO), jnp.float32
@@ -200,7 +192,8 @@ def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_st
       keys, v, vectors, spans, decays: of `states.outputs`.
       squares: T and P.
     """
-    h_0, kv_layout = padded_states(initial_state, dims, static.kv_layout), static.kv_layout
+    kv_layout = static.kv_layout
+    h_0 = pad_states(initial_state, dims.K, dims.V, kv_layout)
     both: dict[str, Any] = dict(decays=decays, config=static.config, interpret=static.interpret)
     first_chunk, starts, m = jnp.asarray(rows.first_chunk), None, None
     if static.segment_chunks:
@@ -214,8 +207,7 @@ def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_st
     if static.segment_chunks:
         final = final.reshape(dims.B, -1, *final.shape[1:])[:, -1]
         final = final.swapaxes(-1, -2) if static.kv_layout else final
-    K, V = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
-    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], starts, m
+    return rows.back(o[:, :, : dims.V]), cut_states(final, dims.K, dims.V, static.kv_layout), starts, m
 
 
 def segments_of(keys, v, t, vectors, h_0, first_chunk, B: int, both) -> tuple[jax.Array, jax.Array]:

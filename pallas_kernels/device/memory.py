@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED, round_up
+from pallas_kernels.device.layouts import GRANULE, WGMMA, WGMMA_TRANSPOSED, round_up
 
 CLUSTER = "peer"
 """Axis of the CTAs of a cluster."""
@@ -121,6 +121,24 @@ def store_state(ref, rows, h: jax.Array, kv_layout: bool) -> None:
         store_any(transposed(ref.at[:, rows]), h.astype(ref.dtype))
     else:
         store_any(ref.at[rows], h.astype(ref.dtype))
+
+
+def pad_states(states: jax.Array | None, K: int, V: int, kv_layout: bool) -> jax.Array | None:
+    """States in float32, of widths padded to multiples of GRANULE; None for zeros. Outside kernels.
+
+    Args:
+      kv_layout: whether they are [.., K, V]; else [.., V, K].
+    """
+    if states is None:
+        return None
+    widths = round_up(K, GRANULE), round_up(V, GRANULE)
+    return pad(states.astype(jnp.float32), (*states.shape[:2], *(widths if kv_layout else widths[::-1])))
+
+
+def cut_states(states: jax.Array, K: int, V: int, kv_layout: bool) -> jax.Array:
+    """States [N, H, ..] without the padding of `pad_states`. Outside kernels."""
+    rows, columns = (K, V) if kv_layout else (V, K)
+    return states[:, :, :rows, :columns]
 
 
 def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
