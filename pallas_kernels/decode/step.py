@@ -41,6 +41,7 @@ from pallas_kernels.decode.tiles import (
     Norms,
     Sizes,
     Tile,
+    Token,
     Vectors,
     load,
     vector_layout,
@@ -183,7 +184,7 @@ def _decode(cta: Cta, x: Vectors) -> None:
         is_last = i + 1 == cta.config.turns
         S_next, v_next = (S, v) if is_last else (following.read(), load(following.v(0), cta.tile.v_layout))
         v = here.written(0, v)
-        S, o = cta.tile.update(S, q, k, v, alpha, beta, norms, again, **alike)
+        S, o = cta.tile.update(S, Token(q, k, v, alpha, beta), norms, again, **alike)
         # Rounded outside of the branch: its registers are free earlier.
         S = S.astype(cta.gmem.pool.dtype)
         here.write_output(0, o)
@@ -256,7 +257,7 @@ def _token(cta: Cta, t: jax.Array, S: jax.Array) -> jax.Array:
     norms = [smem.scalars[t, i] for i in range(2, SCALARS)]
     q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
     v = load(smem.v.at[t], tile.v_layout)
-    S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
+    S, o = tile.update(S, Token(q, k, v, alpha, beta), lambda: Norms(*norms))
     cta.write_output(t, o)
     cta.write(to, S)
     return S

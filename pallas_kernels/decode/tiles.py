@@ -118,6 +118,17 @@ class Vectors(NamedTuple):
     v: jax.Array
 
 
+class Token(NamedTuple):
+    """A token along the tile, float32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    alpha: jax.Array
+    """exp(g): a number, or where each key channel decays by itself a vector as k."""
+    beta: jax.Array
+
+
 class Norms(NamedTuple):
     """Lengths and product of a token's q and k."""
 
@@ -182,11 +193,7 @@ class Tile:
     def update(
         self,
         S: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        alpha: jax.Array,
-        beta: jax.Array,
+        token: Token,
         norms: Callable[[], Norms],
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
         add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None,
@@ -194,12 +201,12 @@ class Tile:
         """The state after a token, and its output along V; all float32.
 
         Args:
-          q, k, v: vectors along the tile, float32.
           norms: computes the norms, after the sums.
           again: makes the S that is changed from the S that sums are taken of.
           add: a scalar times a vector along V and another vector, where how it is rounded is to be known; None: the
             compiler chooses.
         """
+        q, k, v, alpha, beta = token
         y, z = self.products(S.astype(jnp.float32), [k, q])
         rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)

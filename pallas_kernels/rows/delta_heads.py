@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.tiles import Sizes, write_strength
+from pallas_kernels.decode.tiles import Sizes, Token, write_strength
 from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import GridBarrier
 from pallas_kernels.device.lanes import WARP, lane_layout, load, vector_layout
@@ -196,7 +196,7 @@ class Head:
         q, k, alpha = self.decay.make(self, self.known)
         beta = write_strength(b, self.rule.allow_neg_eigval)
         norms = functools.cache(lambda: tile.norms(q_whole, k_whole))
-        S, o = tile.update(S, q, k, v, alpha, beta, norms)
+        S, o = tile.update(S, Token(q, k, v, alpha, beta), norms)
         store_any(self.room.o(smem).at[self.own], o)
         generations.meet(smem.whole)
         return S
