@@ -1,9 +1,10 @@
 """The start of a kernel, with its inputs, outputs and shared memory by name."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,34 @@ def launch(
     varying: frozenset = frozenset().union(*(x.manual_axis_type.varying for x in types))
     made = dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
     return made | {key: jax.freeze(reference) for key, reference in references.items()}
+
+
+def kernel[F: Callable[..., Any]](
+    *static: str, chosen: Callable[[Any], dict[str, Any]] | None = None
+) -> Callable[[F], F]:
+    """A decorator: the function of a kernel is compiled by itself, but where it is interpreted, see `compiled`.
+
+    Args:
+      static: names of the function's arguments that are static, besides interpret.
+      chosen: from all arguments, by name, to some that take the place of the call's, before it is compiled: what
+        depends on the device, and arrays that calls of one kernel have in different shapes.
+    """
+
+    def decorated(function: F) -> F:
+        jitted = jax.jit(function, static_argnames=(*static, "interpret"))
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args, **options):
+            if chosen is not None:
+                given = signature.bind(*args, **options)
+                given.apply_defaults()
+                options |= chosen(SimpleNamespace(**given.arguments))
+            return (jitted if options.get("interpret") is None else function)(*args, **options)
+
+        return cast(F, call)
+
+    return decorated
 
 
 def compiled(run: Callable[..., Any], interpret: Any, static: int = 1) -> Callable[..., Any]:

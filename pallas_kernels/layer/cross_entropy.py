@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.layouts import ROW, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -126,19 +126,16 @@ def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return cta.smem.x.at[slot, cta.own_rows(0)], transposed(cta.smem.w.at[slot])
 
 
+@kernel("config")
 def cross_entropy(
     x: Float[Array, "T D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, " T"],
     *,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> Exponentials:
     """The parts of the cross entropies of logits x W^T, where `check_supported` accepts them."""
-    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight, targets)
-
-
-def _run(config, interpret, x, weight, targets):
     T, V = x.shape[0], weight.shape[0]
     rows = round_up(T, CLUSTER_CTAS * TILE_ROWS)
     of_tiles = {"m": jnp.float32, "s": jnp.float32, "best": jnp.int32, "of_target": jnp.float32}

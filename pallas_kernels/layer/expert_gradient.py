@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -153,6 +153,7 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
     roles(cta.wg, MULTIPLYING, lambda: _load(cta), lambda: _multiply(cta))
 
 
+@kernel("rows", "config", chosen=lambda x: dict(config=x.config or Config()))
 def expert_gradient(
     x: Float[Array, "T M"],
     dy: Float[Array, "T N"],
@@ -177,10 +178,7 @@ def expert_gradient(
     Returns:
       dW in x's dtype, 0 for an expert without a tile.
     """
-    return compiled(_run, interpret, static=3)(config or Config(), rows, interpret, x, dy, first, count)
-
-
-def _run(config, rows, interpret, x, dy, first, count):
+    assert config is not None
     return launch(
         "expert_gradient",
         functools.partial(_body, config=config, rows=rows, interpreted=interpret is not None),

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
@@ -159,6 +159,7 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
     roles(cta.wg, cta.config.warpgroups, lambda: _load(cta), lambda: _multiply(cta))
 
 
+@kernel("config", "swiglu", "transpose")
 def expert_product(
     x: Float[Array, "M D"],
     w: Float[Array, "E D1 N"],
@@ -184,11 +185,6 @@ def expert_product(
     Returns:
       y [tiles * config.rows, N], N / 2 with swiglu, in x's dtype.
     """
-    static = config, swiglu, transpose, interpret
-    return compiled(_run, interpret, static=4)(*static, x, w, experts, used)
-
-
-def _run(config, swiglu, transpose, interpret, x, w, experts, used):
     tiles, parts = experts.shape[0], 2 if swiglu else 1
     N = w.shape[1 if transpose else 2]
     assert x.shape[0] == tiles * config.rows, (x.shape, tiles)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, LAYOUT, TOKENS, load, start
@@ -48,6 +48,7 @@ def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
     )
 
 
+@kernel("dtype", "eps", "activation")
 def gated_norm_eight_bits(
     o: Float[Array, "T F"],
     z: Float[Array, "T C"],
@@ -71,10 +72,6 @@ def gated_norm_eight_bits(
       activation: one of `ACTIVATIONS`.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run, interpret, 4)(eps, activation, interpret, jnp.dtype(dtype), o, z, weight, scale)
-
-
-def _run(eps, activation, interpret, dtype, o, z, weight, scale):
     F, others = o.shape[1], z.shape[1] - o.shape[1]
     f = ACTIVATIONS[activation].value
 

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -107,6 +107,7 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
         r.store(gmem.dw.at[grid_index()], 0, dw)
 
 
+@kernel("eps", "dtype", "keep")
 def add_norm(
     x: Float[Array, "N D"],
     y: Float[Array, "N D"] | None,
@@ -129,10 +130,6 @@ def add_norm(
         weight, where it needs the norm's result too, the factors of the rows [N] in float32.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=4)(eps, dtype, keep, interpret, x, y, weight)
-
-
-def _run_forward(eps, dtype, keep, interpret, x, y, weight):
     N, D = x.shape
     unit = keep and weight is None
     narrows = keep and not unit and jnp.dtype(dtype).itemsize < x.dtype.itemsize
@@ -153,6 +150,7 @@ def _run_forward(eps, dtype, keep, interpret, x, y, weight):
     return (s, n, results["r"] if unit else results.get("kept", s)) if keep else (s, n)
 
 
+@kernel("eps", "x_dtype", "y_dtype")
 def add_norm_backward(
     s: Float[Array, "N D"],
     weight: Float[Array, " D"] | None,
@@ -177,12 +175,6 @@ def add_norm_backward(
     Returns:
       dx in the stream's dtype, the same in y_dtype, and dweight in float32, None without a weight.
     """
-    return compiled(_run_backward, interpret, static=4)(
-        eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors
-    )
-
-
-def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors):
     N, D = s.shape
     ctas, separate = _blocks(N, D)[1], y_dtype is not None and y_dtype != x_dtype
     sums = jax.ShapeDtypeStruct((ctas, r.rows_at_once(D, N), D), jnp.float32)

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
+from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
@@ -324,6 +324,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool, device: 
     strip.of_parts(walk, normalize)
 
 
+@kernel("heads", "width", "normalize", "config")
 def short_conv(
     x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
@@ -332,7 +333,7 @@ def short_conv(
     heads: int,
     width: int,
     normalize: bool = True,
-    config: Config | None = None,
+    config: Config = FORWARD,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T Dv"]]:
     """q, k and v = silu(conv(x)), the heads of q and k of unit length if `normalize`.
@@ -342,12 +343,19 @@ def short_conv(
       weight: filters, oldest tap first.
       fresh: not 0 at the first token of each segment of a row; None: every row is one.
       heads, width: of q and of k.
-      config: None for the default.
+      config: how the work is cut.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=5)(
-        heads, width, normalize, config or FORWARD, interpret, x, weight, fresh
+    B, T, D = *x.shape[:2], weight.shape[0]
+    inputs, options = _shared(width, config, x, weight, fresh)
+    key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
+    value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
+    body = functools.partial(
+        _forward, config=config, normalize=normalize, device=Device(interpret is not None)
     )
+    outputs = {"q": key, "k": key, "v": value}
+    results = launch("short_conv", body, inputs=inputs, outputs=outputs, interpret=interpret, **options)
+    return results["q"], results["k"], results["v"].reshape(B, T, -1)
 
 
 def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -363,19 +371,7 @@ def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, 
     return inputs, {"ctas": ctas}
 
 
-def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
-    B, T, D = *x.shape[:2], weight.shape[0]
-    inputs, options = _shared(width, config, x, weight, fresh)
-    key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
-    value = jax.ShapeDtypeStruct((B, T, D // width - 2 * heads, width), x.dtype)
-    body = functools.partial(
-        _forward, config=config, normalize=normalize, device=Device(interpret is not None)
-    )
-    outputs = {"q": key, "k": key, "v": value}
-    results = launch("short_conv", body, inputs=inputs, outputs=outputs, interpret=interpret, **options)
-    return results["q"], results["k"], results["v"].reshape(B, T, -1)
-
-
+@kernel("normalize", "config")
 def short_conv_backward(
     x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
@@ -397,12 +393,6 @@ def short_conv_backward(
       dothers: where x has other channels, an array like x with what dx shall hold for them. The rest of it may hold
         anything.
     """
-    return compiled(_run_backward, interpret, static=3)(
-        normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers
-    )
-
-
-def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
     B, T, D = *x.shape[:2], weight.shape[0]
     width = dq.shape[-1]
     config = config or backward_config(B, T, D // width, fresh is not None)

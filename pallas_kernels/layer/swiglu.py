@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -92,16 +92,9 @@ def _backward(gmem: Any, smem: Any) -> None:
     r.walk(block, *_blocks(gmem.dh.shape[0] * GROUP))
 
 
+@kernel()
 def swiglu(ab: Float[Array, " N2"], *, interpret: Any = None) -> Float[Array, " N"]:
     """silu(a) b in ab's dtype; for results that `check_supported` accepts."""
-    return compiled(_run_forward, interpret)(interpret, ab)
-
-
-def _groups(size: int, *inner: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size // GROUP, *inner, GROUP), dtype)
-
-
-def _run_forward(interpret, ab):
     size = ab.size // 2
     return launch(
         "swiglu",
@@ -113,14 +106,15 @@ def _run_forward(interpret, ab):
     )["h"].reshape(-1)
 
 
+def _groups(size: int, *inner: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size // GROUP, *inner, GROUP), dtype)
+
+
+@kernel()
 def swiglu_backward(
     ab: Float[Array, " N2"], dh: Float[Array, " N"], *, interpret: Any = None
 ) -> Float[Array, " N2"]:
     """Gradient of <dh, silu(a) b> with respect to ab."""
-    return compiled(_run_backward, interpret)(interpret, ab, dh)
-
-
-def _run_backward(interpret, ab, dh):
     return launch(
         "swiglu_backward",
         _backward,

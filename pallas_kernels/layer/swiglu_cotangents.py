@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
@@ -140,19 +140,16 @@ def _work(cta: Cta) -> None:
     roles(cta.wg, 2, load, multiply)
 
 
+@kernel("config")
 def swiglu_cotangents(
     dy: Float[Array, "M D"],
     weight: Float[Array, "F D"],
     ab: Float[Array, "M F2"],
     *,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> Float[Array, "M F2"]:
     """Gradient of <dy, h W> with respect to ab, h = silu(a) b, where `check_supported` says so."""
-    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, dy, weight, ab)
-
-
-def _run(config, interpret, dy, weight, ab):
     return tiles.start(
         "swiglu_cotangents",
         _work,

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory
 from pallas_kernels.device.needs import Needs
@@ -94,18 +94,15 @@ def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return cta.smem.x.at[slot, cta.own_rows(0)], cta.smem.w.at[slot]
 
 
+@kernel("config")
 def swiglu_product(
     x: Float[Array, "M D"],
     weight: Float[Array, "D F2"],
     *,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M F2"], Float[Array, "M F"]]:
     """ab = x W and h = silu(a) b, in x's dtype, where `check_supported` says so."""
-    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight)
-
-
-def _run(config, interpret, x, weight):
     (M, D), N = x.shape, weight.shape[1]
     results = tiles.start(
         "swiglu_product",

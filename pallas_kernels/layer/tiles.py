@@ -171,7 +171,7 @@ class Cta:
 def start(
     name: str,
     work: Callable[[Cta], None],
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, ...],
     *,
     config: Config,
     interpret: Any,

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import tiles
@@ -96,12 +96,13 @@ def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return transposed(cta.smem.x.at[slot, :, cta.own_rows(0)]), cta.smem.dy.at[slot]
 
 
+@kernel("parts", "config")
 def weight_gradient(
     x: Float[Array, "T M"],
     dy: Float[Array, "T N"],
     *,
     parts: int,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
     """x^T dy in float32, where `check_supported` says so.
@@ -109,10 +110,6 @@ def weight_gradient(
     Args:
       parts: of `num_parts`.
     """
-    return compiled(_run, interpret, static=3)(config or CONFIG, parts, interpret, x, dy)
-
-
-def _run(config, parts, interpret, x, dy):
     (T, M), N = x.shape, dy.shape[1]
     results = tiles.start(
         "weight_gradient",

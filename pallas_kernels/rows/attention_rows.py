@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA, WGMMA_TRANSPOSED, along_columns, iota, zeros
 from pallas_kernels.device.memory import (
     Barriers,
@@ -318,6 +318,7 @@ class Parts(NamedTuple):
         return jnp.sum(factor[..., None] * self.o, axis=2) / jnp.sum(factor * self.total, axis=2)[..., None]
 
 
+@kernel("scale", "more", "config", chosen=lambda x: dict(config=x.config or Config.of(x.queries, x.cache)))
 def attention_rows(
     queries: Sequence[Float[Array, "B N G _"]],
     cache: Sequence[Float[Array, "R S N _"]],
@@ -333,15 +334,12 @@ def attention_rows(
 
     Args: as for `attention_parts`.
     """
-    static = config or Config.of(queries, cache), (scale, more), interpret
-    return compiled(_added_up, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
-
-
-def _added_up(config, of_scores, interpret, queries, *others):
-    parts = _run(config, of_scores, interpret, queries, *others)
+    options: Any = dict(scale=scale, more=more, config=config, interpret=interpret)
+    parts = attention_parts(queries, cache, length, rows, **options)
     return parts.whole().astype(queries[0].dtype)[:, :, : queries[0].shape[2]]
 
 
+@kernel("scale", "more", "config", chosen=lambda x: dict(config=x.config or Config.of(x.queries, x.cache)))
 def attention_parts(
     queries: Sequence[Float[Array, "B N G _"]],
     cache: Sequence[Float[Array, "R S N _"]],
@@ -365,11 +363,7 @@ def attention_parts(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    static = config or Config.of(queries, cache), (scale, more), interpret
-    return compiled(_run, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
-
-
-def _run(config, of_scores, interpret, queries, cache, length, rows):
+    assert config is not None
     (B, N, G, _), (R, S, *_), wide = queries[0].shape, cache[0].shape, jnp.float32
     pieces, dtype, heads = Pieces.of(queries, cache), queries[0].dtype, _whole(G)
     filled = [jnp.pad(q, ((0, 0), (0, 0), (0, heads - G), (0, 0))) for q in queries]
@@ -380,8 +374,8 @@ def _run(config, of_scores, interpret, queries, cache, length, rows):
             _body,
             config=config,
             pieces=pieces,
-            scale=of_scores[0],
-            more=of_scores[1],
+            scale=scale,
+            more=more,
             interpreted=interpret is not None,
         ),
         inputs={

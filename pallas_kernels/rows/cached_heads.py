@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, load, vector_layout
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 
@@ -150,6 +150,7 @@ def _body(gmem: Any, smem: Any, *, sizes: Sizes, eps: float) -> None:
         write(gmem.v.at[cached, slot, head - (sizes.H + sizes.N)], read())
 
 
+@kernel("heads", "eps")
 def cached_heads(
     x: Float[Array, "B F"],
     cache: tuple[Float[Array, "rows S N K"], Float[Array, "rows S N K"]],
@@ -177,10 +178,6 @@ def cached_heads(
       eps: of the norms.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run, interpret, static=3)(heads, eps, interpret, x, cache, slots, rows, norms, rotation)
-
-
-def _run(heads, eps, interpret, x, cache, slots, rows, norms, rotation):
     (B, _), (*_, N, K) = x.shape, cache[0].shape
     sizes = Sizes(heads, N, K, 0 if rotation is None else rotation.frequencies.shape[0])
     q_norm, k_norm = (None, None) if norms is None else norms

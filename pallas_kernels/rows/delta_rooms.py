@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory
+from pallas_kernels.rows.stream import LINE
 from pallas_kernels.rows.weights import WIDEST
 
 WARPGROUPS = 4
@@ -32,9 +33,6 @@ ROWS = WARPS
 
 CLAIMED = 2 * WARPGROUPS
 """Numbers of tiles that the warpgroups have claimed: two in turn of each."""
-
-CHUNK = 128
-"""Numbers of the stream that a warp adds up."""
 
 LAST = WARPGROUPS - 1
 """The warpgroup that makes a row of W_in that is no part of a tile."""
@@ -75,7 +73,7 @@ class Room:
         return {
             "tiles": Buffer((WARPGROUPS, plan.stages, ROWS, plan.D // WIDEST, WIDEST), plan.dtype),
             "row": Buffer((plan.D,)),
-            "squares": Buffer((plan.D // CHUNK,)),
+            "squares": Buffer((plan.D // LINE,)),
             "single": Buffer((plan.D // WIDEST, WIDEST), plan.results),
             "claimed": Buffer((CLAIMED,), jnp.int32),
             "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
@@ -102,7 +100,7 @@ class Room:
         return smem.row
 
     def squares(self, smem: Any) -> Any:
-        """Sums of squares of the chunks of s."""
+        """Sums of squares of the lines of s."""
         return smem.squares
 
     def o(self, smem: Any) -> Any:

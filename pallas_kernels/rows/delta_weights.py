@@ -38,7 +38,7 @@ class Whole(Numbers):
         return {}
 
     def ask(self, stage: Any, lines: Any) -> list[jax.Array]:
-        """Asks for what belongs to some lines of the stream, [lines, CHUNK]."""
+        """Asks for what belongs to some lines of the stream, [lines, LINE]."""
         del stage, lines
         return []
 

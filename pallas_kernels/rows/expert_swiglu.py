@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED
 from pallas_kernels.device.memory import (
     SMEM_LIMIT,
@@ -317,6 +317,7 @@ def _sum(gmem: Any, smem: Any, *, rows: int, of_tile: int, ctas: int) -> None:
     store_any(gmem.y.at[n, columns], total)
 
 
+@kernel("config")
 def expert_swiglu(
     x: Float[Array, "M D"],
     gate_up: Float[Array, "E D F2"],
@@ -346,11 +347,6 @@ def expert_swiglu(
     Returns:
       [N, D] float32.
     """
-    run = compiled(_run, interpret, static=2)
-    return run(config, interpret, x, gate_up, down, experts, counts, used, weights, places)
-
-
-def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, places):
     tiles, D, F = experts.shape[0], x.shape[1], down.shape[1]
     assert x.shape[0] == tiles * config.rows, (x.shape, tiles)
     pieces = jax.ShapeDtypeStruct((tiles + config.ctas - 1, config.rows, D), jnp.float32)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
@@ -145,6 +145,7 @@ def _copy(gmem: Any, smem: Any, tile: Any, rest: Any) -> None:
                     gmem.places[pair] = tile * size + r
 
 
+@kernel("experts", "size")
 def expert_tiles(
     x: Float[Array, "N D"],
     chosen: Int[Array, "N k"],
@@ -166,10 +167,6 @@ def expert_tiles(
       The tiles one behind the other [T * size, D]; the expert of each [T]; how many rows it has [T]; how many tiles
       there are [1]; and where each choice lies, in N rows or more, which is no place for one of no expert.
     """
-    return compiled(_run, interpret, static=3)(experts, size, interpret, x, chosen)
-
-
-def _run(experts, size, interpret, x, chosen):
     (N, D), k = x.shape, chosen.shape[1]
     rows = next(n for n in (32, 64, MOST) if n >= N)
     if N < rows:

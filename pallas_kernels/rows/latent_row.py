@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device import generations
 from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import grid_index, kernel, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
@@ -293,6 +293,9 @@ def _join(gmem: Any, smem: Any, *, places: Places, slots: int) -> None:
         gmem.length[0] = gmem.now[0] + 1
 
 
+@kernel(
+    "places", "scale", "eps", "config", chosen=lambda x: dict(config=x.config or Config.default(x.k.shape[1]))
+)
 def latent_row(
     channels: Float[Array, "1 F"],
     q: Float[Array, "1 G"],
@@ -327,12 +330,7 @@ def latent_row(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    config = config or Config.default(k.shape[1])
-    static = places, scale, eps, config, interpret
-    return compiled(_run, interpret, static=5)(*static, channels, q, norm, frequencies, values, k, v, length)
-
-
-def _run(places, scale, eps, config, interpret, channels, q, norm, frequencies, values, k, v, length):
+    assert config is not None
     (H, V, C), R, like = values.shape, k.shape[3], jax.ShapeDtypeStruct
     warpgroups, parts = _warpgroups(H), config.parts
     options: dict[str, Any] = dict(warpgroups=warpgroups, interpret=interpret)

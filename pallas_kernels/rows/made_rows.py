@@ -14,6 +14,7 @@ from pallas_kernels.device.launch import grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
+from pallas_kernels.rows import stream
 from pallas_kernels.rows.weights import BLOCK
 
 WIDEST = 256
@@ -100,10 +101,8 @@ class Stream:
         x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array
     ) -> str | None:
         """Why the kernel cannot take a stream [1, D], or D of more channels, for a matrix [F, D]; None if it can."""
-        if x.shape[0] != 1:
-            return f"{x.shape[0]} rows; the kernel takes one"
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+        if reason := stream.check_supported(x):
+            return reason
         D = weight.shape[1]
         if D % WIDEST or D > r.WIDEST:
             return f"rows of {D}; the kernel takes multiples of {WIDEST} up to {r.WIDEST}"
@@ -121,7 +120,7 @@ class Stream:
     def make(self, gmem: Any, loaded: Any, x: Any, is_first: Any) -> None:
         """See `Row.make`."""
         w, parts = loaded
-        s, D = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]), gmem.w.shape[0]
+        s, D = stream.total(parts), gmem.w.shape[0]
         scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
         keep(self.blocks, gmem, x, s * r.spread(scale, D) * w)
         if gmem.s is not None:

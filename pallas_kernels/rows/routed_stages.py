@@ -16,6 +16,7 @@ from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
+from pallas_kernels.rows import stream
 from pallas_kernels.rows.ring import TileRing
 
 DEPTH = 32
@@ -131,7 +132,7 @@ class Router:
     def make(self, loaded: tuple[list[jax.Array], jax.Array, list[jax.Array]]) -> None:
         """Publishes scores, and writes v to shared memory; the first CTA writes s."""
         (parts, w, rows), gmem, smem, own = loaded, self.gmem, self.smem, self.own
-        s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
+        s = stream.total(parts)
         n = s * w
         sums = [r.row_sum(s * s), *(r.row_sum(n * row.astype(jnp.float32)) for row in rows)]
         for i, of_warps in enumerate(sums):
