@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.gates import softplus
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, vector_layout
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, spread, vector_layout
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.work.slots import Slots
 
@@ -98,11 +98,6 @@ def column_layout(columns: int) -> Any:
         return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     tiling = plgpu.Tiling(((WARP // lanes, WARPS * lanes), (lanes,), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
-
-
-def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """A vector along `axis` of an array, repeated along the other axis."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
 
 
 class Vectors(NamedTuple):

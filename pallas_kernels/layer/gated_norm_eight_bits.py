@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.device import lanes
+from pallas_kernels.device.lanes import spread
 from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -78,15 +79,7 @@ def gated_norm_eight_bits(
     def source(gmem):
         # A thread has the same columns in every tile.
         halves = [gmem.w.at[pl.ds(i * COLUMNS, COLUMNS)] for i in (0, 1)]
-        w = [
-            plgpu.layout_cast(
-                lax.broadcast_in_dim(
-                    plgpu.load(half, layout=LAYOUT.reduce(0), optimized=False), (TOKENS, COLUMNS), [1]
-                ),
-                LAYOUT,
-            )
-            for half in halves
-        ]
+        w = [spread(lanes.load(half, LAYOUT.reduce(0)), (TOKENS, COLUMNS), 1, LAYOUT) for half in halves]
 
         def read(tokens, column):
             first = [2 * column + i * COLUMNS for i in (0, 1)]
@@ -97,7 +90,7 @@ def gated_norm_eight_bits(
             *heads, z0, z1 = (x.astype(jnp.float32) for x in arrays)
             square = sum(jnp.sum(x * x, axis=1) for x in heads)
             factor = lax.rsqrt(square / WIDTH + eps)
-            factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, (TOKENS, COLUMNS), [0]), LAYOUT)
+            factor = spread(factor, (TOKENS, COLUMNS), 0, LAYOUT)
             parts = zip(heads, w, (z0, z1), strict=True)
             return [(x * factor * w * f(z, r.sigmoid(z))).astype(o.dtype) for x, w, z in parts]
 

@@ -40,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode.tiles import Sizes, Token, write_strength
 from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import GridBarrier
-from pallas_kernels.device.lanes import WARP, lane_layout, load, vector_layout
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread, vector_layout
 from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
@@ -219,8 +219,7 @@ class Head:
         gate = self.w.astype(jnp.float32) * ACTIVATIONS[self.rule.activation].value(self.z, r.sigmoid(self.z))
         o, count = load(room.o(smem), vector_layout(V)), self.plan.rows_at_once
         scale = lax.rsqrt(jnp.sum(o * o) / V + self.rule.eps)
-        v = load(room.o(smem), along) * gate * scale
-        v = plgpu.layout_cast(lax.broadcast_in_dim(v, (count, V), [1]), self.layout)
+        v = spread(load(room.o(smem), along) * gate * scale, (count, V), 1, self.layout)
         for i in range(self.plan.pieces):
             plgpu.barrier_wait(room.arrived(smem, self.wg, i))
             rows = room.rows_of_output(smem, self.plan.rows, self.wg, i)

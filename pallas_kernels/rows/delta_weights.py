@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.lanes import load
+from pallas_kernels.device.lanes import load, spread
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.rows.delta_rooms import CLAIMED, ROWS, WARPGROUPS
@@ -119,7 +119,7 @@ class Blocks(Codes, Whole):
         layout, rows = head.layout.reduce(1), head.rows(*place, len(sums))
         at = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=layout) + rows.start
         first, (scale, *others) = lax.div(head.first, jnp.int32(BLOCK)), head.scales
-        factors = plgpu.layout_cast(lax.broadcast_in_dim(scale, sums.shape, []), layout)
+        factors = spread(scale, sums.shape, (), layout)
         for n, other in enumerate(others):
             factors = jnp.where(at < (first + n + 1) * BLOCK, factors, other)
         return sums * factors

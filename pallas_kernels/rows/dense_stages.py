@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import most_ctas
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, spread
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import store_any
@@ -237,7 +237,7 @@ class Tiles:
             _, group = self._place(n)
             h = load(self.smem.h.at[self.wg, pl.ds(group * rows, rows)], layout.reduce(1))
             tile, made = ring.wait(n), []
-            h = plgpu.layout_cast(lax.broadcast_in_dim(h, (rows, WIDEST), [0]), layout)
+            h = spread(h, (rows, WIDEST), 0, layout)
             for p, total in enumerate(totals):
                 products = load(tile.at[:, p], layout).astype(jnp.float32) * h
                 parts = [products[i : i + 1] for i in range(rows)]

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.lanes import WARP, lane_layout, load
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
 from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any
@@ -66,9 +66,6 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
     (rows, k), tile = gmem.chosen.shape, grid_index()
     layout = lane_layout(WARP, 1)
 
-    def spread(x, shape, axis):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
-
     def number(axis):
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
@@ -78,7 +75,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
     def counts(i, _):
         expert, count = number(0) + i * AT_ONCE, jnp.float32(0)
         for c in chosen:
-            count = jnp.where(spread(c, shape, 1) == expert, 1.0, count)
+            count = jnp.where(spread(c, shape, 1, layout) == expert, 1.0, count)
         count = jnp.sum(count, axis=1).astype(jnp.int32)
         store_any(smem.count.at[pl.ds(i * AT_ONCE, AT_ONCE)], count)
         return ()
@@ -107,7 +104,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
 
         def ranks(i, _):
             before = number(1) < number(0) + i * AT_ONCE
-            rank = jnp.sum(jnp.where(before, spread(is_one, shape, 1), 0.0), axis=1)
+            rank = jnp.sum(jnp.where(before, spread(is_one, shape, 1, layout), 0.0), axis=1)
             store_any(smem.rank.at[pl.ds(i * AT_ONCE, AT_ONCE)], rank)
             return ()
 
@@ -118,7 +115,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
             jnp.maximum, [jnp.where(c == expert, float(j), 0.0) for j, c in enumerate(chosen)]
         )
         of_tile = size, rows
-        place, choice = (spread(x, of_tile, 1) for x in (jnp.where(is_one > 0.0, rank, 0.0), choice))
+        place, choice = (spread(x, of_tile, 1, layout) for x in (jnp.where(is_one > 0.0, rank, 0.0), choice))
         i, row = (plgpu.broadcasted_iota(jnp.int32, of_tile, d, layout=layout) for d in (0, 1))
         is_there = place == (i + (own + 1)).astype(jnp.float32)  # ranks are from 1 on
         pair = jnp.where(is_there, row.astype(jnp.float32) * float(k) + choice, 0.0)

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.angles import cos_and_sin
-from pallas_kernels.device.lanes import WARP, lane_layout, load
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
 from pallas_kernels.device.launch import grid_index, kernel, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
@@ -123,10 +123,6 @@ WIDE, NARROW = lane_layout(WARP, PIECE // WARP), lane_layout(WARP, 1)
 """Layouts of pieces of c, and of halves of k_r, a head to a warp."""
 
 
-def _spread(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
-
-
 def _rotated(pair: list[jax.Array], cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, b = pair
     return a * cos - b * sin, b * cos + a * sin
@@ -177,11 +173,11 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
         load(gmem.q_pairs.at[pl.ds(first + heads.start, rows), :, j], NARROW).astype(jnp.float32) * scale
         for j in (0, 1)
     ]
-    q_r = _rotated(q_r, *(_spread(x, (rows, half), 1, NARROW) for x in (cos, sin)))
+    q_r = _rotated(q_r, *(spread(x, (rows, half), 1, NARROW) for x in (cos, sin)))
 
     def score(c, k_r):
-        wide = [a * _spread(x, (rows, PIECE), 1, WIDE) for a, x in zip(q, c, strict=True)]
-        narrow = [a * _spread(x, (rows, half), 1, NARROW) for a, x in zip(q_r, k_r, strict=True)]
+        wide = [a * spread(x, (rows, PIECE), 1, WIDE) for a, x in zip(q, c, strict=True)]
+        narrow = [a * spread(x, (rows, half), 1, NARROW) for a, x in zip(q_r, k_r, strict=True)]
         wide, narrow = (jnp.sum(functools.reduce(jnp.add, x), axis=1) for x in (wide, narrow))
         return wide + plgpu.layout_cast(narrow, WIDE.reduce(1))
 
@@ -203,11 +199,11 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
         ]
         most = functools.reduce(jnp.maximum, [m, *scores])
         old, p = jnp.exp(m - most), [jnp.exp(s - most) for s in scores]
-        acc = [x * _spread(old, (rows, PIECE), 0, WIDE) for x in acc]
+        acc = [x * spread(old, (rows, PIECE), 0, WIDE) for x in acc]
         for t in range(TOKENS):
-            weight = _spread(p[t], (rows, PIECE), 0, WIDE)
+            weight = spread(p[t], (rows, PIECE), 0, WIDE)
             for n, x in enumerate(of_slot(slot, t)[0]):
-                acc[n] = acc[n] + weight * _spread(x, (rows, PIECE), 1, WIDE)
+                acc[n] = acc[n] + weight * spread(x, (rows, PIECE), 1, WIDE)
 
         @pl.when(i + stages < groups)
         def _():
@@ -224,7 +220,7 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
     # The last CTA begins with the token itself, the others with nothing.
     s = jnp.where(is_last, score(c, k_r), -jnp.inf)
     ones = plgpu.layout_cast(jnp.full((rows,), jnp.where(is_last, 1.0, 0.0)), WIDE.reduce(1))
-    acc = [jnp.where(is_last, _spread(x, (rows, PIECE), 1, WIDE), 0.0) for x in c]
+    acc = [jnp.where(is_last, spread(x, (rows, PIECE), 1, WIDE), 0.0) for x in c]
     m, total, *acc = lax.fori_loop(0, groups, group, (s, ones, *acc))
     pl.when((cta == 0) & (wg == 0))(lambda: _copy(gmem.length, gmem.now))
     store_any(gmem.m.at[cta, heads], m)
@@ -279,7 +275,7 @@ def _join(gmem: Any, smem: Any, *, places: Places, slots: int) -> None:
     plgpu.barrier_wait(smem.full.at[wg])
     products = [
         load(smem.tiles.at[wg, n], WIDE).astype(jnp.float32)
-        * _spread(load(smem.row.at[own], WIDE.reduce(0)), (ROWS, PIECE), 1, WIDE)
+        * spread(load(smem.row.at[own], WIDE.reduce(0)), (ROWS, PIECE), 1, WIDE)
         for n, own in enumerate(columns)
     ]
     y = jnp.sum(functools.reduce(jnp.add, products), axis=1)

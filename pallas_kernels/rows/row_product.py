@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.lanes import WARP, lane_layout, load
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
 from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
@@ -193,8 +193,7 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
         generations.arrived(smem.full.at[slot], own_stages - 1)
         total = None
         for piece in range(pieces):
-            v = load(piece_of_row(piece, i), layout.reduce(0))
-            v = plgpu.layout_cast(lax.broadcast_in_dim(v, (rows, columns), [1]), layout)
+            v = spread(load(piece_of_row(piece, i), layout.reduce(0)), (rows, columns), 1, layout)
             part = load(smem.tiles.at[slot, :, piece], layout).astype(jnp.float32) * v
             total = part if total is None else total + part
         assert total is not None

@@ -161,8 +161,8 @@ FAULTS = (
     ),
     Fault(
         "an expert that a row names twice has a row more than lie in its tiles",
-        "count = jnp.where(spread(c, shape, 1) == expert, 1.0, count)",
-        "count = jnp.where(spread(c, shape, 1) == expert, 1.0, 0.0) + count",
+        "count = jnp.where(spread(c, shape, 1, layout) == expert, 1.0, count)",
+        "count = jnp.where(spread(c, shape, 1, layout) == expert, 1.0, 0.0) + count",
         "tests/kernels/test_layer_kernels_experts.py::test_few_rows_in_tiles",
     ),
     Fault(
