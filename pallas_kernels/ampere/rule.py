@@ -27,13 +27,7 @@ from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, roun
 from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work import refusals
-from pallas_kernels.work.tables import (
-    as_rows,
-    borders,
-    chunk_tables,
-    common_length,
-    known_lengths,
-)
+from pallas_kernels.work.tables import as_rows, borders, chunk_tables, common_length, known_lengths
 
 NEEDS = Needs.MMA
 

@@ -36,16 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.cta import ALONE, Channels, Config, Cta
-from pallas_kernels.decode.tiles import (
-    GRANULE,
-    Norms,
-    Sizes,
-    Tile,
-    Token,
-    Vectors,
-    load,
-    vector_layout,
-)
+from pallas_kernels.decode.tiles import GRANULE, Norms, Sizes, Tile, Token, Vectors, load, vector_layout
 from pallas_kernels.device import generations
 from pallas_kernels.device.launch import grid_index, launch, num_sms
 from pallas_kernels.device.memory import Buffer, Memory, smem_bytes, store_any

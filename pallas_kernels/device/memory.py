@@ -5,7 +5,7 @@ estimate of memory is summed from, and the names by which its body knows the ref
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +79,14 @@ def smem_bytes(memory: Memory, reduction_bytes: int = 0) -> int:
     """Shared memory of one CTA, with what is set aside for reductions."""
     of_parts = sum(part.bytes for part in memory.values() if part is not None)
     return round_up(reduction_bytes, ALIGNMENT) + of_parts
+
+
+def fitting[C](configs: Iterable[C], memory: Callable[[C], Memory], reduction_bytes: int = 0) -> C:
+    """The first configuration whose shared memory a CTA may have; an AssertionError where none is so small."""
+    found = (c for c in configs if smem_bytes(memory(c), reduction_bytes) <= SMEM_LIMIT)
+    config = next(found, None)
+    assert config is not None, "no configuration fits the shared memory"
+    return config
 
 
 def tiling(swizzle: int, itemsize: int = 2) -> tuple:

@@ -42,13 +42,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA, WGMMA_TRANSPOSED, along_columns, iota, zeros
-from pallas_kernels.device.memory import (
-    Barriers,
-    Buffer,
-    Memory,
-    store_any,
-    transposed,
-)
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.operand_ring import Ring, barriers, roles, share

@@ -40,14 +40,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED
-from pallas_kernels.device.memory import (
-    SMEM_LIMIT,
-    Barriers,
-    Buffer,
-    Memory,
-    store_any,
-    transposed,
-)
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.operand_ring import DEPTH, Ring, barriers, roles

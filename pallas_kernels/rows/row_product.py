@@ -38,15 +38,7 @@ from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, ro
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.rows.attention_rows import Parts
-from pallas_kernels.rows.made_rows import (
-    WIDEST,
-    Attended,
-    Blocks,
-    Heads,
-    Row,
-    Stream,
-    bytes_for_tiles,
-)
+from pallas_kernels.rows.made_rows import WIDEST, Attended, Blocks, Heads, Row, Stream, bytes_for_tiles
 from pallas_kernels.rows.weights import BLOCK
 
 NEEDS = Needs.MMA
