@@ -18,6 +18,9 @@ from pallas_kernels.device.needs import Needs, capabilities
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200, for which kernels are compiled where there is no GPU."""
 
+Shaped = jax.ShapeDtypeStruct | jax.Array
+"""An array, or its shape and dtype."""
+
 LOADER_REGISTERS = 24
 """Registers of a thread of a warpgroup that only loads, the fewest that it can have."""
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.gates import log_decay_slopes, log_decays
-from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -34,7 +34,7 @@ BLOCK = 1024
 CTAS_PER_SM = 12
 
 
-def check_supported(f: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(f: Shaped) -> str | None:
     """Why the kernels cannot take [B, T, H, K]; None if they can."""
     K = f.shape[-1]
     if f.dtype not in (jnp.bfloat16, jnp.float16):

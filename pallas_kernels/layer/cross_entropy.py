@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import kernel
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.layouts import ROW, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -54,7 +54,7 @@ class Exponentials(NamedTuple):
     of_target: Float[Array, "tiles T"]
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, V: int) -> str | None:
+def check_supported(x: Shaped, V: int) -> str | None:
     """Why the kernel cannot make logits of V words from x [T, D]; None if it can."""
     if x.dtype != jnp.bfloat16:
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16"

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.eight_bits import LANES, THREADS
-from pallas_kernels.device.launch import grid_index, kernel, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -60,7 +60,7 @@ LAYOUT = plgpu.Layout.TILED(
 """Layout of a tile as it is read from memory."""
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped) -> str | None:
     """Why the kernel cannot take an array [T, D]; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -53,7 +53,7 @@ class Config:
     ctas: int = dataclasses.field(default_factory=num_sms)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:
+def check_supported(x: Shaped, N: int) -> str | None:
     """Why the kernel cannot make gradients from rows x [.., M] and N cotangents of each; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
@@ -57,7 +57,7 @@ class Config:
         return self.warpgroups * ROWS
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, w: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped, w: Shaped) -> str | None:
     """Why the kernel cannot multiply rows x [.., D] by experts w [E, D, N]; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"

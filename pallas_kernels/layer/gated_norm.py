@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import grid_index, kernel, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -51,7 +51,7 @@ ACTIVATIONS = {
 """Activations of the gate by name."""
 
 
-def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int | None = None) -> str | None:
+def check_supported(o: Shaped, channels: int | None = None) -> str | None:
     """Why the kernels cannot take outputs of the rule [B, T, H, V]; None if they can.
 
     Args:

@@ -11,7 +11,6 @@ Grid, shared memory, numerics and hardware: those of `eight_bits`; a tile is one
 Limits: `check_supported`.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device import lanes
 from pallas_kernels.device.lanes import spread
-from pallas_kernels.device.launch import kernel
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, LAYOUT, TOKENS, load, start
@@ -35,7 +34,7 @@ WIDTH = 2 * COLUMNS
 """Entries of a head."""
 
 
-def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(o: Shaped) -> str | None:
     """Why the kernel cannot take outputs of the rule [B, T, H, V]; None if it can."""
     if o.dtype not in (jnp.bfloat16, jnp.float16):
         return f"o is {jnp.dtype(o.dtype).name}; the kernel takes bfloat16 and float16"

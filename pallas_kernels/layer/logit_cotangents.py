@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import kernel, launch
+from pallas_kernels.device.launch import Shaped, kernel, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.tiles import COLUMNS
@@ -36,7 +36,7 @@ WIDTHS = (COLUMNS, COLUMNS // 2)
 CTAS_PER_SM = 6
 
 
-def check_supported(u: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(u: Shaped) -> str | None:
     """Why the kernel cannot take exponentials [T, V]; None if it can."""
     if u.dtype != jnp.bfloat16:
         return f"x is {jnp.dtype(u.dtype).name}; the kernel takes bfloat16"

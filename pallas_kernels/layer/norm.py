@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import grid_index, kernel, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -38,7 +38,7 @@ CTAS_PER_SM = 4
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped) -> str | None:
     """Why the kernels cannot take a stream [.., D]; None if they can."""
     width = x.shape[-1]
     if x.dtype not in DTYPES:

@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.eight_bits import BELOW
-from pallas_kernels.device.launch import grid_index, kernel, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.memory import Buffer, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -53,7 +53,7 @@ SKEW = 16
 NARROW = (jnp.bfloat16, jnp.float16)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, dtype: DTypeLike) -> str | None:
+def check_supported(x: Shaped, dtype: DTypeLike) -> str | None:
     """Why the kernels cannot take a stream [.., D] whose norm has a dtype; None if they can."""
     if jnp.dtype(dtype) not in NARROW:
         return f"the norm is {jnp.dtype(dtype).name}; the kernel makes bfloat16 and float16"

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
@@ -106,9 +106,7 @@ def even_strip(T: int, walks: int, at_once: int, multiple: int) -> int:
     return min(strips, key=time)
 
 
-def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array, heads: int, width: int
-) -> str | None:
+def check_supported(x: Shaped, weight: Shaped, heads: int, width: int) -> str | None:
     """Why the kernels cannot take a convolution; None if they can.
 
     Args:

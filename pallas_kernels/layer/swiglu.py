@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import kernel, launch
+from pallas_kernels.device.launch import Shaped, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -48,7 +48,7 @@ _LAYOUT = plgpu.Layout.TILED(
 """Layout of groups [BLOCK / GROUP, GROUP]: a row to two neighbouring threads."""
 
 
-def check_supported(h: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(h: Shaped) -> str | None:
     """Why the kernels cannot make an array h [.., F]; None if they can."""
     if h.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(h.dtype).name}; the kernel takes bfloat16 and float16"

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import kernel
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
@@ -48,7 +48,7 @@ CONFIG = Config()
 """Default, found like that of `layer.swiglu_product`. A lead costs 2 % here."""
 
 
-def check_supported(dy: jax.ShapeDtypeStruct | jax.Array, F: int) -> str | None:
+def check_supported(dy: Shaped, F: int) -> str | None:
     """Why the kernel cannot make cotangents of branches of F columns from dy [.., D]; None if it can."""
     reason = tiles.check_supported(dy)
     if reason is not None:

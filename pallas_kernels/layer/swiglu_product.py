@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import kernel
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory
 from pallas_kernels.device.needs import Needs
@@ -42,7 +42,7 @@ CONFIG = Config(lead=2)
 """Default: the fastest of those in docs/log/training.md (H200, 2026-11-23, 65,536 rows, D = 1024, F = 2752)."""
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, F: int) -> str | None:
+def check_supported(x: Shaped, F: int) -> str | None:
     """Why the kernel cannot make branches of F columns of x [.., D]; None if it can."""
     reason = tiles.check_supported(x)
     if reason is not None:

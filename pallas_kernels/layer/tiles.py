@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import cluster_index, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, cluster_index, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import CLUSTER, Barriers, Memory
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer.operand_ring import DEPTH, ROWS, Ring, roles
@@ -68,7 +68,7 @@ class Config:
         assert 0 <= self.lead < self.stages, f"lead {self.lead} of {self.stages} stages"
 
 
-def check_supported(a: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(a: Shaped) -> str | None:
     """Why the left matrix [.., M, D] of a product cannot be taken; None if it can."""
     M, D = a.size // a.shape[-1], a.shape[-1]
     if a.dtype not in (jnp.bfloat16, jnp.float16):

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import kernel
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import tiles
@@ -59,7 +59,7 @@ def num_parts(T: int, M: int, N: int) -> int | None:
     return None
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:
+def check_supported(x: Shaped, N: int) -> str | None:
     """Why the kernel cannot make the gradient of weights from inputs x [T, M] to N channels; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"

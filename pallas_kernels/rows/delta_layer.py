@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 from gdn_jax.shapes import Convolution, LayerScales
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import HEADS, GridBarrier, new_words
-from pallas_kernels.device.launch import NUM_SMS, grid_index, kernel, launch
+from pallas_kernels.device.launch import NUM_SMS, Shaped, grid_index, kernel, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.rows import stream
@@ -61,11 +61,11 @@ def _plan(
 
 
 def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array,
-    weight: jax.ShapeDtypeStruct | jax.Array,
+    x: Shaped,
+    weight: Shaped,
     convolution: Convolution,
-    state: jax.ShapeDtypeStruct | jax.Array,
-    output: jax.ShapeDtypeStruct | jax.Array,
+    state: Shaped,
+    output: Shaped,
     places: Places,
     decay: Decay,
     scales: LayerScales | None = None,

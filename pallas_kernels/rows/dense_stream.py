@@ -41,7 +41,7 @@ from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import grid_index, kernel, room, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -66,12 +66,7 @@ NEEDS = Needs.MMA
 REDUCTION_BYTES = 16
 
 
-def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array,
-    gate_up: jax.ShapeDtypeStruct | jax.Array,
-    down: jax.ShapeDtypeStruct | jax.Array,
-    ctas: int,
-) -> str | None:
+def check_supported(x: Shaped, gate_up: Shaped, down: Shaped, ctas: int) -> str | None:
     """Why so many CTAs cannot take a row x [1, D], the branches [2 F, D] and W [F, D]; None if they can."""
     D, F = x.shape[1], down.shape[0]
     if reason := stream.check_supported(x):

@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -82,7 +82,7 @@ class Config:
         return cls(8, 1, stages, 2 * num_sms()) if rows == 8 else cls(rows, 2, stages)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, gate_up: Any, rows: int) -> str | None:
+def check_supported(x: Shaped, gate_up: Any, rows: int) -> str | None:
     """Why the kernel cannot take rows x [.., D] in tiles of `rows`, and experts gate_up [E, D, 2 F]; None if it
     can."""
     D, F = x.shape[-1], gate_up.shape[2] // 2

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device import generations
 from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
-from pallas_kernels.device.launch import grid_index, kernel, launch, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
@@ -82,13 +82,7 @@ class Config:
         return cls(min(128, max(16, slots // 32)))
 
 
-def check_supported(
-    q: jax.ShapeDtypeStruct | jax.Array,
-    k: jax.ShapeDtypeStruct | jax.Array,
-    v: jax.ShapeDtypeStruct | jax.Array,
-    values: jax.ShapeDtypeStruct | jax.Array,
-    places: Places,
-) -> str | None:
+def check_supported(q: Shaped, k: Shaped, v: Shaped, values: Shaped, places: Places) -> str | None:
     """Why the kernels cannot take queries, a cache, a matrix and places; None if they can."""
     (H, V, C), (N, S, _, R) = values.shape, k.shape
     if N != 1:

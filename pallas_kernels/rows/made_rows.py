@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.device.lanes import load
-from pallas_kernels.device.launch import grid_index, room
+from pallas_kernels.device.launch import Shaped, grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
@@ -97,9 +97,7 @@ class Stream:
     """A matrix of codes has them; None: the matrix is whole numbers."""
 
     @staticmethod
-    def check_supported(
-        x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array
-    ) -> str | None:
+    def check_supported(x: Shaped, weight: Shaped) -> str | None:
         """Why the kernel cannot take a stream [1, D], or D of more channels, for a matrix [F, D]; None if it can."""
         if reason := stream.check_supported(x):
             return reason
@@ -202,7 +200,7 @@ class Heads:
     """A matrix of codes has them; None: the matrix is whole numbers."""
 
     @staticmethod
-    def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:
+    def check_supported(o: Shaped, channels: int) -> str | None:
         """Why the kernel cannot take heads [H, V] and gates among so many channels; None if it can."""
         H, V = o.shape
         if V not in (64, 128, 256) or H % r.WARPS or H * V > r.WIDEST:

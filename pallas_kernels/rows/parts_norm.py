@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import grid_index, kernel, launch, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -39,7 +39,7 @@ WARPGROUPS = 4
 REDUCTION_BYTES = 16
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, parts: int) -> str | None:
+def check_supported(x: Shaped, parts: int) -> str | None:
     """Why the kernel cannot take a stream [.., D] and this number of parts; None if it can."""
     D = x.shape[-1]
     if x.dtype not in DTYPES or D % PART or not 0 < D <= r.WIDEST:

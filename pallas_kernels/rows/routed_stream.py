@@ -53,7 +53,7 @@ from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import kernel, warpgroup_index
+from pallas_kernels.device.launch import Shaped, kernel, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -79,13 +79,7 @@ REDUCTION_BYTES = 16
 """Bytes for reductions over more than a warp, of which the kernel has none."""
 
 
-def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array,
-    gate_up: jax.ShapeDtypeStruct | jax.Array,
-    shared: int,
-    choice: Choice,
-    ctas: int,
-) -> str | None:
+def check_supported(x: Shaped, gate_up: Shaped, shared: int, choice: Choice, ctas: int) -> str | None:
     """Why so many CTAs cannot take a row x [1, D] and experts gate_up [E, D, 2 F] with a shared one of inner width
     `shared`; None if they can."""
     D, (E, _, F2) = x.shape[1], gate_up.shape

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
-from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, room, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, room, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.rows.attention_rows import Parts
@@ -89,9 +89,7 @@ class Config:
         return cls(rows, warpgroups=2 if pl.cdiv(F // rows, num_sms()) >= MANY_TILES else 1)
 
 
-def check_supported(
-    weight: jax.ShapeDtypeStruct | jax.Array, scales: jax.ShapeDtypeStruct | jax.Array | None = None
-) -> str | None:
+def check_supported(weight: Shaped, scales: Shaped | None = None) -> str | None:
     """Why the kernels cannot take a matrix [F, D]; None if they can. `Row`s refuse for themselves."""
     F, D = weight.shape
     if scales is not None:

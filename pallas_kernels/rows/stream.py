@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import grid_index
+from pallas_kernels.device.launch import Shaped, grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 
@@ -30,7 +30,7 @@ PART = WARPS * LINE
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped) -> str | None:
     """Why no kernel of one row can take a stream [rows, D]; None if one may."""
     if x.shape[0] != 1:
         return f"{x.shape[0]} rows; the kernel takes one"
