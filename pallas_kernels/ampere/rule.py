@@ -68,13 +68,14 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
     return None
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """Everything that a pass is compiled for, besides shapes."""
 
+    dims: Dims
     scale: float
     kv_layout: bool
     segment_chunks: int
-    """0 for rows that are not cut."""
+    """0 for rows that are not cut; a backward takes it from the residuals."""
     config: Config | None
     interpret: Any
 
@@ -137,7 +138,7 @@ def forward(
     """
     shape, x = (*x.q.shape[:2], x.dims.HO), batched(x)
     segment_chunks = settled_segment(x.dims, x.cu_seqlens, segment_chunks)
-    static = _Static(float(scale), state_layout == "kv", segment_chunks, config, interpret)
+    static = Static(x.dims, float(scale), state_layout == "kv", segment_chunks, config, interpret)
     o, final, kept = compiled(_run, interpret)(
         static, x._replace(cu_seqlens=None), tables_of(x.cu_seqlens, x.dims.T)
     )
@@ -164,29 +165,28 @@ def _gates(x: RuleArrays, rows: Rows) -> tuple[jax.Array, jax.Array]:
     return lax.cumsum(g2, axis=2), rows.by_chunk(beta)
 
 
-def _run(static: _Static, x: RuleArrays, tables: Packed | None):
+def _run(static: Static, x: RuleArrays, tables: Packed | None):
     """The kernels in order, with the padding around them."""
-    dims = x.dims
+    dims = static.dims
     rows = Rows(dims.B, dims.T, tables)
     q, k, v = (rows.tiled(_widened(y)) for y in x[:3])
     g2_cum, beta = _gates(x, rows)
     prepared = prepare(q, k, g2_cum, beta, rows.spans, scale=static.scale, interpret=static.interpret)
     o, final, *cut = walked(
-        static, dims, rows, {"q": q, "k": k}, v, prepared, factors(g2_cum, beta), x.initial_state, rows.spans
+        static, rows, {"q": q, "k": k}, v, prepared, factors(g2_cum, beta), x.initial_state, rows.spans
     )
     kept = (y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
     return o, final, Residuals._make((*kept, *cut))
 
 
-def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_state, spans, decays=HEADS):
+def walked(static: Static, rows: Rows, keys, v, squares, vectors, initial_state, spans, decays=HEADS):
     """The walks of a forward: o and the final states, as the rule gives them, and starts and m of its residuals.
 
     Args:
-      static: scale, kv_layout, segment_chunks, config and interpret of the forward.
       keys, v, vectors, spans, decays: of `states.outputs`.
       squares: T and P.
     """
-    kv_layout = static.kv_layout
+    dims, kv_layout = static.dims, static.kv_layout
     h_0 = pad_states(initial_state, dims.K, dims.V, kv_layout)
     both: dict[str, Any] = dict(decays=decays, config=static.config, interpret=static.interpret)
     first_chunk, starts, m = jnp.asarray(rows.first_chunk), None, None

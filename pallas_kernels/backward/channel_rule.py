@@ -28,14 +28,14 @@ from pallas_kernels.backward.rule import (
     sum_heads,
 )
 from pallas_kernels.chunks import channel_stages
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, batched
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
 from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work import halves
 from pallas_kernels.work.split import work_of
-from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
+from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_tables
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -100,12 +100,9 @@ def backward(
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at the
       borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
     """
-    config, (B, T), known = config or Config(), dims[:2], known_lengths(x.cu_seqlens)
-    as_batch = known is not None and bool(common_length(known, T))  # as in the forward
-    if as_batch:
-        x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=T // dims.N)
-        do = cotangents.do.reshape(dims.B, -1, *cotangents.do.shape[2:])
-        cotangents = cotangents._replace(do=do)
+    config, B, (x, dims) = config or Config(), dims.B, batched(x, dims)  # as in the forward
+    known, do = known_lengths(x.cu_seqlens), cotangents.do
+    cotangents = cotangents._replace(do=do.reshape(dims.B, -1, *do.shape[2:]))
     packed, K64, V64 = x.cu_seqlens is not None, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     visits = visit_tables(borders(x.cu_seqlens, known), dims.T) if packed else None
     work = work_of(dims, packed, known)
@@ -121,9 +118,7 @@ def backward(
     )
     arguments = x._replace(cu_seqlens=None), residuals, cotangents, visits, adjoints
     out = compiled(_run, interpret)(static, *arguments)
-    if not as_batch:
-        return out
-    tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:6])
+    tokens = (None if y is None else y.reshape(B, -1, *y.shape[2:]) for y in out[:6])
     return ChannelCotangents._make((*tokens, out.dh_0))
 
 

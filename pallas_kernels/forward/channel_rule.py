@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.shapes import Dims, changes_segment
 from pallas_kernels.chunks import channel_stages
 from pallas_kernels.chunks import pairs as pairs_kernel
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, batched
 from pallas_kernels.chunks.pairs import Pairs, channel_pairs
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
@@ -31,7 +31,6 @@ from pallas_kernels.work.tables import (
     Items,
     VisitTables,
     borders,
-    common_length,
     known_lengths,
     packed_items,
     row_items,
@@ -91,9 +90,8 @@ def forward(
 
     Numerics: operands of products rounded to q's dtype (float16 between tokens), sums, gates and states in float32.
     """
-    known, shape = known_lengths(x.cu_seqlens), (*x.v.shape[:2], dims.HO, dims.V)
-    if known is not None and common_length(known, dims.T):
-        x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=dims.T // dims.N)
+    shape, (x, dims) = (*x.v.shape[:2], dims.HO, dims.V), batched(x, dims)
+    known = known_lengths(x.cu_seqlens)
     config, packed = config or Config(), x.cu_seqlens is not None
     config, segment_chunks = _chosen(config, dims, packed, known)
     items, visits = row_items(dims.B, dims.T, segment_chunks), None
