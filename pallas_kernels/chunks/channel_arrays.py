@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
-from gdn_jax.shapes import Dims
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.work.residuals import Segments
 from pallas_kernels.work.tables import common_length, known_lengths
@@ -47,8 +46,9 @@ class ChannelResiduals(NamedTuple):
     """Residuals of segments; None where sequences are not cut."""
 
 
-def batched(x: ChannelArrays, dims: Dims) -> tuple[ChannelArrays, Dims]:
-    """The call with packed sequences as the rows of a batch, where they are known to have one length."""
+def batched(x: ChannelArrays, dims: Any) -> tuple[ChannelArrays, Any]:
+    """The call, with its `Dims`, and packed sequences as the rows of a batch where they are known to have one
+    length."""
     known, rows = known_lengths(x.cu_seqlens), dims.N
     if known is None or not common_length(known, dims.T):
         return x, dims
