@@ -328,8 +328,7 @@ def attention_rows(
 
     Args: as for `attention_parts`.
     """
-    options: Any = dict(scale=scale, more=more, config=config, interpret=interpret)
-    parts = attention_parts(queries, cache, length, rows, **options)
+    parts = _launch(queries, cache, length, rows, scale, more, config, interpret)
     return parts.whole().astype(queries[0].dtype)[:, :, : queries[0].shape[2]]
 
 
@@ -357,7 +356,10 @@ def attention_parts(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    assert config is not None
+    return _launch(queries, cache, length, rows, scale, more, config, interpret)
+
+
+def _launch(queries, cache, length, rows, scale, more, config, interpret) -> Parts:
     (B, N, G, _), (R, S, *_), wide = queries[0].shape, cache[0].shape, jnp.float32
     pieces, dtype, heads = Pieces.of(queries, cache), queries[0].dtype, _whole(G)
     filled = [jnp.pad(q, ((0, 0), (0, 0), (0, heads - G), (0, 0))) for q in queries]
