@@ -81,7 +81,7 @@ def latent_rows(
 
 def _reason(queries: Sequence[Any], cache: Sequence[Any], implementation: str | None) -> str | None:
     """Why the kernel does not take a call; None if it does."""
-    from pallas_kernels.layer import attention_rows as kernel
+    from pallas_kernels.rows import attention_rows as kernel
 
     if not usable(implementation, kernel):
         return "kernels do not run here"
@@ -112,7 +112,7 @@ def _plain(scale: float, queries, cache, length, rows):
 
 
 def _by_kernel(scale: float, *args):
-    from pallas_kernels.layer.attention_rows import attention_rows
+    from pallas_kernels.rows.attention_rows import attention_rows
 
     return attention_rows(*args, scale=scale)
 

@@ -49,7 +49,7 @@ def takes(
     """Whether the kernels of `cached_attention` take channels and a cache, on one device."""
     if not usable(implementation) or not is_whole(channels, k, v) or v.shape != k.shape or v.dtype != k.dtype:
         return False
-    from pallas_kernels.layer import attention_rows, cached_heads, row_product
+    from pallas_kernels.rows import attention_rows, cached_heads, row_product
 
     (B, _), (*_, N, K) = channels.shape, k.shape
     q = jax.ShapeDtypeStruct((B, N, heads.queries // N, K), channels.dtype)
@@ -87,7 +87,7 @@ def cached_attention(
       What each head sees, in the channels' dtype, NaN where the token is not kept, and the cache with the token.
       Numerics: float32; queries, keys and the softmax's weights are rounded.
     """
-    from pallas_kernels.layer.attention_rows import attention_rows
+    from pallas_kernels.rows.attention_rows import attention_rows
 
     (*_, N, K), (q, cache) = k.shape, _cached(heads, channels, k, v, place, norms)
     seen, more = (place.position, 1) if place.seen is None else (jnp.maximum(place.seen, 1), 0)
@@ -124,9 +124,9 @@ def attended_token(
       The output in the projection's dtype, of codes in the channels', the cache with the token, and its length.
       Numerics: as for `cached_attention`; the heads' sums, their gates and their product are float32.
     """
-    from pallas_kernels.layer.attention_rows import Config, Parts, attention_parts, attention_rows
-    from pallas_kernels.layer.made_rows import MOST_NUMBERS
-    from pallas_kernels.layer.row_product import attended_product
+    from pallas_kernels.rows.attention_rows import Config, Parts, attention_parts, attention_rows
+    from pallas_kernels.rows.made_rows import MOST_NUMBERS
+    from pallas_kernels.rows.row_product import attended_product
 
     q, cache = _cached(heads, channels, k, v, Place(length, length), norms)
     options: Any = dict(scale=k.shape[3] ** -0.5, more=1)
@@ -142,7 +142,7 @@ def attended_token(
 
 def _cached(heads: Heads, channels, k, v, place: Place, norms) -> tuple[Array, tuple[Array, Array]]:
     """The queries, and the cache with the token."""
-    from pallas_kernels.layer.cached_heads import Norms, Rotation, cached_heads
+    from pallas_kernels.rows.cached_heads import Norms, Rotation, cached_heads
 
     rotation: Any = None
     if heads.rotary_dim:

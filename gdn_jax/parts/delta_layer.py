@@ -61,7 +61,7 @@ class Options(NamedTuple):
 
 def _places(layer: Layer, gates: Gates):
     """Where the channels lie, as the kernel takes it."""
-    from pallas_kernels.token.heads import Places
+    from pallas_kernels.rows.delta_heads import Places
 
     (_, HV, K, V), H = layer.state.shape, gates.H
     return Places(0, H * K, 2 * H * K, gates.decay, gates.strength, layer.inputs.shape[0] - HV * V)
@@ -69,7 +69,7 @@ def _places(layer: Layer, gates: Gates):
 
 def kernel_decay(layer: Layer, gates: Gates):
     """The decay, as the kernel takes it."""
-    from pallas_kernels.token.decays import ChannelDecay, HeadDecay
+    from pallas_kernels.rows.delta_decays import ChannelDecay, HeadDecay
 
     return HeadDecay() if layer.dt_bias.ndim == 1 else ChannelDecay(gates.lower_bound)
 
@@ -79,7 +79,7 @@ def takes(x: Float[Array, "*S D"], layer: Layer, gates: Gates, implementation: s
     arrays = x, layer.inputs, layer.output, layer.state, layer.convolution.state
     if x.size != x.shape[-1] or not usable(implementation) or not is_whole(*arrays):
         return False
-    from pallas_kernels.token.delta_layer import check_supported
+    from pallas_kernels.rows.delta_layer import check_supported
 
     known = layer.inputs, layer.convolution, layer.state, layer.output, _places(layer, gates)
     return check_supported(x.reshape(1, -1), *known, kernel_decay(layer, gates), layer.scales) is None
@@ -112,7 +112,7 @@ def delta_layer(
       convolution and of the rule. Numerics: float32; what passes through the convolution is rounded before it, and
       each part is.
     """
-    from pallas_kernels.token import delta_layer as kernels
+    from pallas_kernels.rows import delta_layer as kernels
 
     rule = kernels.Rule(kernel_decay(layer, gates), gates.allow_neg_eigval, *options[1:])
     arrays = layer.norm, layer.inputs, layer.convolution, layer.state, layer.output_norm, layer.output

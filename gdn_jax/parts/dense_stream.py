@@ -16,7 +16,7 @@ def takes(x: Weight, gate_up: Weight, down: Weight, implementation: str | None) 
     one row, on one device."""
     arrays = [a for a in (x, gate_up, down) if isinstance(a, jax.Array)]
     from pallas_kernels.device.grid_barrier import most_ctas
-    from pallas_kernels.layer import dense_stream as kernels
+    from pallas_kernels.rows import dense_stream as kernels
 
     if x.size != x.shape[-1] or not usable(implementation, kernels) or not is_whole(*arrays):
         return False
@@ -46,7 +46,7 @@ def dense_stream(
     Returns:
       s in x's dtype, and z, float32. Numerics: nothing in between is rounded.
     """
-    from pallas_kernels.layer import dense_stream as kernels
+    from pallas_kernels.rows import dense_stream as kernels
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     arrays = x.reshape(1, -1), parts, norm, gate_up, down, scales

@@ -154,7 +154,7 @@ def _by_kernels(_, rows, weights, chosen, gate_up, down, ids):
 def _config_of_few(chosen, rows, gate_up):
     """How the kernels of few rows cut a call: tiles hold about four times the rows that an expert has in the mean, so
     that few experts fill more than one. None where they cannot take one."""
-    from pallas_kernels.layer import expert_swiglu, expert_tiles
+    from pallas_kernels.rows import expert_swiglu, expert_tiles
 
     if expert_tiles.check_supported(*rows.shape) is not None:
         return None
@@ -166,8 +166,8 @@ def _config_of_few(chosen, rows, gate_up):
 
 
 def _few_by_kernels(config, rows, weights, chosen, gate_up, down, ids):
-    from pallas_kernels.layer.expert_swiglu import expert_swiglu
-    from pallas_kernels.layer.expert_tiles import expert_tiles
+    from pallas_kernels.rows.expert_swiglu import expert_swiglu
+    from pallas_kernels.rows.expert_tiles import expert_tiles
 
     num_experts = gate_up.shape[0]
     made = expert_tiles(rows, chosen, experts=num_experts, size=config.rows)

@@ -36,7 +36,7 @@ def takes(
     """Whether `latent_token` takes a call: one row in 16 bits on one device, and no more slots than pay."""
     if not usable(implementation) or not is_whole(channels, k, v):
         return False
-    from pallas_kernels.layer.latent_row import Places, check_supported
+    from pallas_kernels.rows.latent_row import Places, check_supported
 
     return check_supported(q, k, v, values, Places(latents.kv, latents.gate)) is None
 
@@ -67,7 +67,7 @@ def latent_token(
       free slot overwrites the last one, and its y is NaN. Numerics: float32; c and k_r are rounded as they lie in
       the cache.
     """
-    from pallas_kernels.layer.latent_row import Places, latent_row
+    from pallas_kernels.rows.latent_row import Places, latent_row
 
     static = dict(places=Places(latents.kv, latents.gate), scale=latents.scale, eps=latents.eps)
     angles = jnp.asarray(frequencies(latents.theta, k.shape[-1]))

@@ -49,7 +49,8 @@ def add_norm(
       of n: the cotangent of s passes by it, and a 16-bit layer keeps half of the bytes.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-    from pallas_kernels.layer import norm, parts_norm
+    from pallas_kernels.layer import norm
+    from pallas_kernels.rows import parts_norm
 
     if y is not None and y.shape != x.shape:
         y = y.reshape(-1, *x.shape)
@@ -71,7 +72,7 @@ def add_norm(
 @token_op
 def _parts_norm(x, y, weight, *, eps, dtype):
     """`add_norm` of a few rows to which parts are added."""
-    from pallas_kernels.layer import parts_norm
+    from pallas_kernels.rows import parts_norm
 
     s, n = parts_norm.parts_norm(_rows(x), y.reshape(len(y), -1, x.shape[-1]), weight, eps=eps, dtype=dtype)
     return s.reshape(x.shape), n.reshape(x.shape)

@@ -34,7 +34,7 @@ def choose(
       Weights in x's dtype and numbers int32, the expert with the largest sum first, of equal ones the first, and
       before all those whose sum is NaN. The k numbers of a row differ.
     """
-    from pallas_kernels.layer import routing
+    from pallas_kernels.rows import routing
 
     few = x.shape[0] <= FEW and usable(implementation)
     wide = all(y is None or y.dtype == jnp.float32 for y in (x, bias))
@@ -100,7 +100,7 @@ def _ordered(x: Float[Array, "*S"]) -> Int[Array, "*S"]:
 
 
 def _by_kernel(choice: Choice, x, bias):
-    from pallas_kernels.layer import routing
+    from pallas_kernels.rows import routing
 
     return routing.choose(x, bias, choice)
 
@@ -128,7 +128,7 @@ def takes(
     if x.size != x.shape[-1] or not usable(implementation) or not is_whole(x, router, gate_up, *shared):
         return False
     from pallas_kernels.device.grid_barrier import most_ctas
-    from pallas_kernels.layer.routed_stream import check_supported
+    from pallas_kernels.rows.routed_stream import check_supported
 
     return check_supported(x.reshape(1, -1), gate_up, shared.gate.shape[1], choice, most_ctas()) is None
 
@@ -159,7 +159,7 @@ def routed_stream(
     Returns:
       s in x's dtype, and the experts' sum in parts, float32. Numerics: nothing in between is rounded.
     """
-    from pallas_kernels.layer import routed_stream as kernels
+    from pallas_kernels.rows import routed_stream as kernels
 
     parts = None if y is None else y.reshape(-1, y.shape[-1])
     arrays = x.reshape(1, -1), parts, norm, router, bias, gate_up, down, tuple(shared)

@@ -20,7 +20,7 @@ def takes(
 ) -> bool:
     """Whether `stream_product` takes a stream and a matrix, one row on one device; or `heads_product` heads x [H, V]
     and this number of channels that end in their gates."""
-    from pallas_kernels.layer import row_product as kernels
+    from pallas_kernels.rows import row_product as kernels
 
     if not usable(implementation, kernels) or not is_whole(x, weight):
         return False
@@ -53,7 +53,7 @@ def stream_product(
     Returns:
       s in x's dtype, and the product. Numerics: float32; n is not rounded.
     """
-    from pallas_kernels.layer import row_product as kernels
+    from pallas_kernels.rows import row_product as kernels
 
     row, parts = x.reshape(1, -1), None if y is None else y.reshape(-1, y.shape[-1])
     static: Any = dict(eps=eps, dtype=jnp.dtype(dtype), first=first, ahead=tuple(ahead))
@@ -83,7 +83,7 @@ def heads_product(
     Returns:
       [1, F] in the matrix' dtype, of codes in that of channels. Numerics: float32; v is not rounded.
     """
-    from pallas_kernels.layer import row_product as kernels
+    from pallas_kernels.rows import row_product as kernels
 
     dtype = weight.dtype if scales is None else channels.dtype
     static: Any = dict(eps=eps, activation=activation, dtype=dtype, ahead=tuple(ahead))

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from gdn_jax.shapes import Dims, RuleArrays
+from gdn_jax.shapes import RuleArrays
 from pallas_kernels.ampere import adjoints as of_adjoints
 from pallas_kernels.ampere.adjoints import adjoint_factors, adjoints
 from pallas_kernels.ampere.decays import HEADS
 from pallas_kernels.ampere.gradients import Gradients, gradients
 from pallas_kernels.ampere.rows import Packed, Rows
-from pallas_kernels.ampere.rule import Residuals, batched, padded_states, spread, tables_of
+from pallas_kernels.ampere.rule import Residuals, Static, batched, spread, tables_of
 from pallas_kernels.ampere.segments import first_chunks, joined_backwards, of_layout
 from pallas_kernels.ampere.states import factors, states
 from pallas_kernels.ampere.walk import Config
@@ -28,15 +28,7 @@ from pallas_kernels.backward.gradients import MAX_LIFT, join_dbeta
 from pallas_kernels.backward.rule import Cotangents, OutputCotangents, has_no_past, sum_heads
 from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.device.launch import compiled
-
-
-class _Static(NamedTuple):
-    """Everything that a backward is compiled for, besides shapes."""
-
-    scale: float
-    kv_layout: bool
-    config: Config | None
-    interpret: Any
+from pallas_kernels.device.memory import cut_states, pad_states
 
 
 def backward(
@@ -61,8 +53,8 @@ def backward(
 
     Numerics: as `backward.rule.backward`, but that write strengths below 2^-20 lose digits in dv and dh_0 in float16.
     """
-    static, (B, T) = _Static(float(scale), state_layout == "kv", config, interpret), x.dims[:2]
-    x, do = batched(x), cotangents.do
+    (B, T), x, do = x.dims[:2], batched(x), cotangents.do
+    static = Static(x.dims, float(scale), state_layout == "kv", 0, config, interpret)
     cotangents = cotangents._replace(do=do.reshape(*x.q.shape[:2], *do.shape[2:]))
     out = compiled(_run, interpret)(static, x, tables_of(x.cu_seqlens, x.dims.T), residuals, cotangents)
     tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:5])
@@ -84,20 +76,20 @@ def _gate_gradient(sums: Gradients, g2_cum: Float[Array, "chunks HO C"]) -> Floa
 
 
 def _run(
-    static: _Static,
+    static: Static,
     x: RuleArrays,
     tables: Packed | None,
     residuals: Residuals,
     cotangents: OutputCotangents,
 ) -> Cotangents:
     """The kernels in order, with the padding around them."""
-    dims, dtype = x.dims, x.k.dtype
+    dims, dtype = static.dims, x.k.dtype
     g2_cum, strengths = (y.reshape(-1, *y.shape[2:]) for y in residuals[:2])
     rows = Rows(dims.B, dims.T, tables)
     q, k, v, do = (spread(y, rows) for y in (*x[:3], cotangents.do.astype(dtype)))
     vectors = factors(g2_cum, strengths), adjoint_factors(g2_cum, strengths)
     back = walked(
-        static, dims, rows, {"q": q, "k": k}, v, do, residuals, vectors, x.initial_state, cotangents.dfinal
+        static, rows, {"q": q, "k": k}, v, do, residuals, vectors, x.initial_state, cotangents.dfinal
     )
     is_float16, factor = dtype == jnp.float16, mantissa(strengths, dtype)
     sums = gradients(
@@ -144,8 +136,7 @@ class Walked(NamedTuple):
 
 
 def walked(
-    static: Any,
-    dims: Dims,
+    static: Static,
     rows: Rows,
     keys: dict[str, Any],
     v: Any,
@@ -159,13 +150,12 @@ def walked(
     """The walks of a backward, in the segments of the forward.
 
     Args:
-      static: scale, kv_layout, config and interpret of the backward.
       keys, v, do, vectors, decays: of `states` and `adjoints`, vectors and decays of each.
       residuals: with t, p, starts and m.
     """
-    t, p = (y.reshape(-1, *y.shape[2:]) for y in (residuals.t, residuals.p))
+    dims, (t, p) = static.dims, (y.reshape(-1, *y.shape[2:]) for y in (residuals.t, residuals.p))
     (starts, m), kv_layout = (residuals.starts, residuals.m), static.kv_layout
-    h_0, dh_T = (padded_states(y, dims, kv_layout) for y in (initial_state, dfinal))
+    h_0, dh_T = (pad_states(y, dims.K, dims.V, kv_layout) for y in (initial_state, dfinal))
     first_chunk = jnp.asarray(rows.first_chunk)
     both: dict[str, Any] = dict(config=static.config, interpret=static.interpret)
     back: dict[str, Any] = dict(scale=static.scale, of=decays[1])
@@ -186,8 +176,7 @@ def walked(
         if starts is not None:
             dh_0 = dh_0.reshape(starts.shape)[:, 0]
             dh_0 = dh_0.swapaxes(-1, -2) if static.kv_layout else dh_0
-        shape = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
-        dh_0 = dh_0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
+        dh_0 = cut_states(dh_0, dims.K, dims.V, static.kv_layout).astype(initial_state.dtype)
     return Walked(h, w, result.dh, result.dv, dh_0)
 
 

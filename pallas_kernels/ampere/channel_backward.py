@@ -15,9 +15,9 @@ from gdn_jax.shapes import Dims
 from pallas_kernels.ampere import adjoints, decays
 from pallas_kernels.ampere.backward import of_heads, walked
 from pallas_kernels.ampere.channel_gradients import channel_gradients
-from pallas_kernels.ampere.channel_rule import Residuals, Static, batched, gates
+from pallas_kernels.ampere.channel_rule import Residuals, batched, gates
 from pallas_kernels.ampere.rows import Packed, Rows
-from pallas_kernels.ampere.rule import spread, tables_of
+from pallas_kernels.ampere.rule import Static, spread, tables_of
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.backward.channel_gradients_step import ChannelGradients
 from pallas_kernels.backward.channel_rule import ChannelCotangents
@@ -82,7 +82,6 @@ def _run(
     vectors, of = decays.channel_factors(beta, pairs.gl), (decays.CHANNELS, adjoints.CHANNELS)
     walks = walked(
         static,
-        dims,
         rows,
         pairs._asdict(),
         v,

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.ampere.gradients import Sizes
 from pallas_kernels.backward.channel_gradients_levels import TOTALS, Score, write_gate_blocks
 from pallas_kernels.backward.channel_gradients_step import (
     LANES,
@@ -66,17 +67,6 @@ def _memory(V: int, dtype) -> Memory:
     }
 
 
-class _Sizes(NamedTuple):
-    """Static sizes of one kernel."""
-
-    Hq: int
-    Hk: int
-    HO: int
-    K: int
-    V: int
-    scale: float
-
-
 class _At(NamedTuple):
     """A step."""
 
@@ -87,7 +77,7 @@ class _At(NamedTuple):
 class _Cta:
     """All that the warpgroup knows."""
 
-    def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
+    def __init__(self, gmem: Any, smem: Any, *, sizes: Sizes, interpreted: bool):
         self.gmem, self.sizes, self.dev = gmem, sizes, MmaDevice(interpreted)
         decays, totals = smem.of_blocks.at[:, 0:DECAYS], smem.of_blocks.at[:, DECAYS : DECAYS + TOTALS]
         self.smem = SimpleNamespace(**vars(smem), decays=decays, totals=totals)
@@ -224,7 +214,7 @@ def channel_gradients(
         "mma_channel_gradients",
         functools.partial(
             _body,
-            sizes=_Sizes(q.shape[1], Hk, HO, K, V, float(scale)),
+            sizes=Sizes(q.shape[1], Hk, HO, K, V, float(scale)),
             interpreted=interpret is not None,
         ),
         inputs={name: None if y is None else y.reshape(places, -1) for name, y in tokens.items()}
@@ -234,6 +224,7 @@ def channel_gradients(
         memory=_memory(V, k.dtype),
         ctas=chunks * HO,
         reduction_bytes=0,  # every sum stays inside a warp
+        auto_barriers=True,
         interpret=interpret,
     )
     of_tokens: dict[str, Any] = {

@@ -188,6 +188,7 @@ def channel_prepare(
         | {"gl": S((chunks * HO, K), f32)},
         memory=_memory(K, k.dtype, erases=e is not None),
         ctas=chunks * HO,
+        auto_barriers=True,
         interpret=interpret,
     )
     return Pairs(**{name: y.reshape(chunks, HO, *_shape(name, K)) for name, y in results.items()})

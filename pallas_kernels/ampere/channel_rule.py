@@ -16,13 +16,12 @@ from gdn_jax.shapes import Dims, changes_segment
 from pallas_kernels.ampere.channel_prepare import channel_prepare
 from pallas_kernels.ampere.decays import CHANNELS, channel_factors
 from pallas_kernels.ampere.rows import Packed, Rows
-from pallas_kernels.ampere.rule import check_supported, settled_segment, spread, tables_of, walked
+from pallas_kernels.ampere.rule import Static, check_supported, settled_segment, spread, tables_of, walked
 from pallas_kernels.ampere.walk import Config
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, as_rows
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, batched
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.work.tables import common_length, known_lengths
 
 NEEDS = Needs.MMA
 
@@ -48,26 +47,6 @@ class Residuals(NamedTuple):
     def p(self) -> Float[Array, "B NT HO C C"]:
         """P of every chunk."""
         return self.pairs.p
-
-
-class Static(NamedTuple):
-    """Everything that a pass is compiled for, besides shapes."""
-
-    dims: Dims
-    scale: float
-    kv_layout: bool
-    segment_chunks: int
-    """0 for rows that are not cut."""
-    config: Config | None
-    interpret: Any
-
-
-def batched(x: ChannelArrays, dims: Dims) -> tuple[ChannelArrays, Dims]:
-    """The call with packed sequences as rows of a batch, where they are known to have one length."""
-    known = known_lengths(x.cu_seqlens)
-    if known is None or not common_length(known, dims.T):
-        return x, dims
-    return as_rows(x, dims.N), dims._replace(B=dims.N, T=dims.T // dims.N)
 
 
 def forward(
@@ -115,7 +94,7 @@ def _run(static: Static, x: ChannelArrays, tables: Packed | None):
     pairs = channel_prepare(q, k, e, g, beta, scale=static.scale, interpret=static.interpret)
     keys, vectors = pairs._asdict(), channel_factors(beta, pairs.gl)
     o, final, *cut = walked(
-        static, dims, rows, keys, v, (pairs.t, pairs.p), vectors, x.initial_state, None, CHANNELS
+        static, rows, keys, v, (pairs.t, pairs.p), vectors, x.initial_state, None, CHANNELS
     )
     kept = jax.tree.map(lambda y: y.reshape(dims.B, -1, *y.shape[1:]), (beta, pairs))
     return o, final, Residuals(*kept, *cut)

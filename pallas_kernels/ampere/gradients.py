@@ -66,8 +66,8 @@ def _memory(K: int, dtype, *, interpreted: bool = False) -> Memory:
     }
 
 
-class _Sizes(NamedTuple):
-    """Static sizes of one kernel."""
+class Sizes(NamedTuple):
+    """Static sizes of the kernels of gradients."""
 
     Hq: int
     Hk: int
@@ -80,7 +80,7 @@ class _Sizes(NamedTuple):
 class _Cta:
     """All that a warpgroup knows."""
 
-    def __init__(self, gmem: Any, smem: Any, *, sizes: _Sizes, interpreted: bool):
+    def __init__(self, gmem: Any, smem: Any, *, sizes: Sizes, interpreted: bool):
         self.gmem, self.smem, self.sizes, self.dev = gmem, smem, sizes, MmaDevice(interpreted)
         self.dtype, self.wg = gmem.k.dtype, warpgroup_index()
         self.item = grid_index()
@@ -266,7 +266,7 @@ def gradients(
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     (places, HO, V), (chunks, Hk, K) = do.shape, (h.shape[0], *k.shape[1:])
-    sizes, f32, S = _Sizes(q.shape[1], Hk, HO, K, V, scale), jnp.float32, jax.ShapeDtypeStruct
+    sizes, f32, S = Sizes(q.shape[1], Hk, HO, K, V, scale), jnp.float32, jax.ShapeDtypeStruct
     tokens = {"q": q, "k": k, "do": do, "w": w, "dv": dv}
     vectors = {"g2_cum": g2_cum, "mantissa": mantissa, "power": power}
     part, parts = (S((chunks * HO, n * WARPGROUPS, CHUNK), f32) for n in (1, 2))
@@ -282,7 +282,6 @@ def gradients(
         | {"x": parts, "k_write": parts, "l": part, "inner": part},
         memory=_memory(K, k.dtype, interpreted=interpret is not None),
         ctas=chunks * HO,
-        auto_barriers=False,
         warpgroups=WARPGROUPS,
         interpret=interpret,
     )

@@ -142,6 +142,7 @@ def prepare(
         outputs={"t": square, "p": square},
         memory=_memory(K, k.dtype),
         ctas=chunks * Hk,
+        auto_barriers=True,
         interpret=interpret,
     )
     return Prepared(*(results[name].reshape(chunks, HO, CHUNK, CHUNK) for name in ("t", "p")))

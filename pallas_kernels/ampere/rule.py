@@ -24,16 +24,10 @@ from pallas_kernels.ampere.states import ends, factors, outputs
 from pallas_kernels.ampere.walk import Config
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
-from pallas_kernels.device.memory import pad
+from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work import refusals
-from pallas_kernels.work.tables import (
-    as_rows,
-    borders,
-    chunk_tables,
-    common_length,
-    known_lengths,
-)
+from pallas_kernels.work.tables import as_rows, borders, chunk_tables, common_length, known_lengths
 
 NEEDS = Needs.MMA
 
@@ -74,13 +68,14 @@ def check_supported(dims: Dims, dtype, *, chunk_size: int = CHUNK, packed: bool 
     return None
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """Everything that a pass is compiled for, besides shapes."""
 
+    dims: Dims
     scale: float
     kv_layout: bool
     segment_chunks: int
-    """0 for rows that are not cut."""
+    """0 for rows that are not cut; a backward takes it from the residuals."""
     config: Config | None
     interpret: Any
 
@@ -143,7 +138,7 @@ def forward(
     """
     shape, x = (*x.q.shape[:2], x.dims.HO), batched(x)
     segment_chunks = settled_segment(x.dims, x.cu_seqlens, segment_chunks)
-    static = _Static(float(scale), state_layout == "kv", segment_chunks, config, interpret)
+    static = Static(x.dims, float(scale), state_layout == "kv", segment_chunks, config, interpret)
     o, final, kept = compiled(_run, interpret)(
         static, x._replace(cu_seqlens=None), tables_of(x.cu_seqlens, x.dims.T)
     )
@@ -159,14 +154,6 @@ def _widened(x: jax.Array) -> jax.Array:
     return pad(x, (*x.shape[:3], round_up(x.shape[3], GRANULE)))
 
 
-def padded_states(states: jax.Array | None, dims: Dims, kv_layout: bool) -> jax.Array | None:
-    """States in float32 and of padded widths; None for zeros."""
-    if states is None:
-        return None
-    widths = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
-    return pad(states.astype(jnp.float32), (*states.shape[:2], *(widths if kv_layout else widths[::-1])))
-
-
 def _gates(x: RuleArrays, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Cumulative log2 decays and write strengths of every chunk."""
     shape, f32 = (*x.q.shape[:2], x.dims.HO), jnp.float32
@@ -178,29 +165,29 @@ def _gates(x: RuleArrays, rows: Rows) -> tuple[jax.Array, jax.Array]:
     return lax.cumsum(g2, axis=2), rows.by_chunk(beta)
 
 
-def _run(static: _Static, x: RuleArrays, tables: Packed | None):
+def _run(static: Static, x: RuleArrays, tables: Packed | None):
     """The kernels in order, with the padding around them."""
-    dims = x.dims
+    dims = static.dims
     rows = Rows(dims.B, dims.T, tables)
     q, k, v = (rows.tiled(_widened(y)) for y in x[:3])
     g2_cum, beta = _gates(x, rows)
     prepared = prepare(q, k, g2_cum, beta, rows.spans, scale=static.scale, interpret=static.interpret)
     o, final, *cut = walked(
-        static, dims, rows, {"q": q, "k": k}, v, prepared, factors(g2_cum, beta), x.initial_state, rows.spans
+        static, rows, {"q": q, "k": k}, v, prepared, factors(g2_cum, beta), x.initial_state, rows.spans
     )
     kept = (y.reshape(dims.B, -1, *y.shape[1:]) for y in (g2_cum, beta, *prepared))
     return o, final, Residuals._make((*kept, *cut))
 
 
-def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_state, spans, decays=HEADS):
+def walked(static: Static, rows: Rows, keys, v, squares, vectors, initial_state, spans, decays=HEADS):
     """The walks of a forward: o and the final states, as the rule gives them, and starts and m of its residuals.
 
     Args:
-      static: scale, kv_layout, segment_chunks, config and interpret of the forward.
       keys, v, vectors, spans, decays: of `states.outputs`.
       squares: T and P.
     """
-    h_0, kv_layout = padded_states(initial_state, dims, static.kv_layout), static.kv_layout
+    dims, kv_layout = static.dims, static.kv_layout
+    h_0 = pad_states(initial_state, dims.K, dims.V, kv_layout)
     both: dict[str, Any] = dict(decays=decays, config=static.config, interpret=static.interpret)
     first_chunk, starts, m = jnp.asarray(rows.first_chunk), None, None
     if static.segment_chunks:
@@ -214,8 +201,7 @@ def walked(static, dims: Dims, rows: Rows, keys, v, squares, vectors, initial_st
     if static.segment_chunks:
         final = final.reshape(dims.B, -1, *final.shape[1:])[:, -1]
         final = final.swapaxes(-1, -2) if static.kv_layout else final
-    K, V = (dims.K, dims.V) if static.kv_layout else (dims.V, dims.K)
-    return rows.back(o[:, :, : dims.V]), final[:, :, :K, :V], starts, m
+    return rows.back(o[:, :, : dims.V]), cut_states(final, dims.K, dims.V, static.kv_layout), starts, m
 
 
 def segments_of(keys, v, t, vectors, h_0, first_chunk, B: int, both) -> tuple[jax.Array, jax.Array]:

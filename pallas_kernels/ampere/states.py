@@ -74,9 +74,21 @@ def _walk(cta: Cta, decays: Decays) -> None:
         store_state(cta.gmem.final.at[cta.sequence, cta.head], cta.rows, h, cta.sizes.kv_layout)
 
 
-def _tiles(keys: Mapping[str, jax.Array], early, late) -> dict[str, jax.Array]:
-    """The arrays of keys that a walk reads, by name."""
-    return {name: keys[name] for name in (*early, *late) if name in keys}
+def _start(
+    name: str,
+    decays: Decays,
+    keys: Mapping[str, jax.Array],
+    arrays: dict[str, jax.Array],
+    states: dict[str, Any],
+    results: dict[str, Any],
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Launches one of the three kernels, by the results that it has. Args: as for `walk.start`."""
+    early = decays.early_outputs if "o" in results else decays.early_states
+    tiles = {name: keys[name] for name in (*early, *decays.late) if name in keys}
+    outputs = dict.fromkeys(("o", "final", "h", "w")) | results
+    body, known = functools.partial(_walk, decays=decays), dict(early=early, late=decays.late)
+    return start(name, body, tiles | arrays, states, outputs, **known, is_backwards=False, **options)
 
 
 class States(NamedTuple):
@@ -126,21 +138,16 @@ def outputs(
     """
     V, (chunks, HO), K, N = v.shape[2], t.shape[:2], keys[decays.written].shape[-1], first_chunk.shape[0] - 1
     places = chunks * CHUNK
-    results = start(
+    results = _start(
         "mma_outputs",
-        functools.partial(_walk, decays=decays),
-        _tiles(keys, decays.early_outputs, decays.late)
-        | {"v": v, "t": t, "p": p, "factors": factors, "first_chunk": first_chunk},
+        decays,
+        keys,
+        {"v": v, "t": t, "p": p, "factors": factors, "first_chunk": first_chunk},
         {"h_0": h_0, **inputs(spans)},
         {
             "o": jax.ShapeDtypeStruct((places, HO * V), t.dtype),
             "final": jax.ShapeDtypeStruct((N, HO, *((K, V) if kv_layout else (V, K))), jnp.float32),
-            "h": None,
-            "w": None,
         },
-        early=decays.early_outputs,
-        late=decays.late,
-        is_backwards=False,
         scale=scale,
         kv_layout=kv_layout,
         config=config,
@@ -167,21 +174,9 @@ def ends(
     """
     V, HO, K, N = v.shape[2], t.shape[1], keys[decays.written].shape[-1], first_chunk.shape[0] - 1
     final = jax.ShapeDtypeStruct((N, HO, V, K), jnp.float32)
-    return start(
-        "mma_ends",
-        functools.partial(_walk, decays=decays),
-        _tiles(keys, decays.early_states, decays.late)
-        | {"v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
-        {"h_0": h_0},
-        {"o": None, "final": final, "h": None, "w": None},
-        early=decays.early_states,
-        late=decays.late,
-        is_backwards=False,
-        scale=1.0,
-        kv_layout=False,
-        config=config,
-        interpret=interpret,
-    )["final"]
+    arrays = {"v": v, "t": t, "factors": factors, "first_chunk": first_chunk}
+    options: dict[str, Any] = dict(scale=1.0, kv_layout=False, config=config, interpret=interpret)
+    return _start("mma_ends", decays, keys, arrays, {"h_0": h_0}, {"final": final}, **options)["final"]
 
 
 def states(
@@ -202,24 +197,11 @@ def states(
     Args: those of `outputs`.
     """
     (places, _, V), (chunks, HO), K = v.shape, t.shape[:2], keys[decays.written].shape[-1]
-    results = start(
-        "mma_states",
-        functools.partial(_walk, decays=decays),
-        _tiles(keys, decays.early_states, decays.late)
-        | {"v": v, "t": t, "factors": factors, "first_chunk": first_chunk},
-        {"h_0": h_0},
-        {
-            "o": None,
-            "final": None,
-            "h": jax.ShapeDtypeStruct((chunks * HO * V, K), t.dtype),
-            "w": jax.ShapeDtypeStruct((places, HO * V), t.dtype),
-        },
-        early=decays.early_states,
-        late=decays.late,
-        is_backwards=False,
-        scale=1.0,
-        kv_layout=kv_layout,
-        config=config,
-        interpret=interpret,
-    )
+    arrays = {"v": v, "t": t, "factors": factors, "first_chunk": first_chunk}
+    results = {
+        "h": jax.ShapeDtypeStruct((chunks * HO * V, K), t.dtype),
+        "w": jax.ShapeDtypeStruct((places, HO * V), t.dtype),
+    }
+    options: dict[str, Any] = dict(scale=1.0, kv_layout=kv_layout, config=config, interpret=interpret)
+    results = _start("mma_states", decays, keys, arrays, {"h_0": h_0}, results, **options)
     return States(results["h"].reshape(chunks, HO, V, K), results["w"].reshape(places, HO, V))

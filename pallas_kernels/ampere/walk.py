@@ -283,7 +283,6 @@ def start(
         memory=make_memory(config),
         ctas=sequences * HO * sizes.tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         reduction_bytes=0,
         interpret=interpret,
     )

@@ -47,14 +47,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import (
-    check_registers,
-    grid_index,
-    launch,
-    warpgroup_index,
-)
+from pallas_kernels.device.launch import check_registers, grid_index, launch, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, COL, WGMMA, along_columns
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, fitting, transposed
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.foreign import store_owned
 from pallas_kernels.work.spans import item_of, owned_rows
@@ -89,11 +84,9 @@ class Config:
     def default(cls, K: int, state_warpgroups: int) -> "Config":
         """Most stages that fit beside the operands that K needs."""
         registers = {1: (208, 232 if K <= 128 else 240), 2: (72, 216)}[state_warpgroups]
-        for stages, key_stages in ((4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)):
-            config = cls(state_warpgroups, stages, key_stages, K > 128, *registers)
-            if smem_bytes(_memory(config, K, jnp.bfloat16)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 256")
+        stages = (4, 4), (4, 3), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1)
+        configs = (cls(state_warpgroups, *n, K > 128, *registers) for n in stages)
+        return fitting(configs, lambda x: _memory(x, K, jnp.bfloat16))
 
 
 def _memory(config: Config, K: int, dtype, *, packed: bool = False) -> Memory:
@@ -394,6 +387,5 @@ def start_walk(
         memory=memory,
         ctas=chains * sizes.split.num_items * HO * sizes.tiles,
         warpgroups=n + 1,
-        auto_barriers=False,
         interpret=interpret,
     )

@@ -239,6 +239,7 @@ def channel_gradients(
         ctas=config.ctas,
         warpgroups=config.warpgroups,
         reduction_bytes=0,  # every sum stays inside a warp
+        auto_barriers=True,
         interpret=interpret,
     )
     return ChannelGradients._make(results.get(name) for name in ChannelGradients._fields)

@@ -28,7 +28,7 @@ from pallas_kernels.chunks.merging import BLOCK, HALF
 from pallas_kernels.device import rows as block_rows
 from pallas_kernels.device.launch import num_sms, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA, zeros
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, fitting
 from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import store_owned
 from pallas_kernels.work.workers import Place, Worker, owned
@@ -47,10 +47,8 @@ class Config:
     @classmethod
     def default(cls, K: int, V: int, erases: bool, packed: bool) -> "Config":
         """Most warpgroups that fit, and then most stages."""
-        for config in (cls(2, 2), cls(2, 1), cls(1, 2), cls(1, 1)):
-            if smem_bytes(memory(config, K, V, jnp.bfloat16, erases=erases, packed=packed)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("V > 256")
+        configs = cls(2, 2), cls(2, 1), cls(1, 2), cls(1, 1)
+        return fitting(configs, lambda x: memory(x, K, V, jnp.bfloat16, erases=erases, packed=packed))
 
 
 def memory(

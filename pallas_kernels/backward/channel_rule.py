@@ -28,14 +28,14 @@ from pallas_kernels.backward.rule import (
     sum_heads,
 )
 from pallas_kernels.chunks import channel_stages
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, batched
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import GRANULE, round_up
-from pallas_kernels.device.memory import pad
+from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work import halves
 from pallas_kernels.work.split import work_of
-from pallas_kernels.work.tables import VisitTables, borders, common_length, known_lengths, visit_tables
+from pallas_kernels.work.tables import VisitTables, borders, known_lengths, visit_tables
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -100,12 +100,9 @@ def backward(
     Numerics: operands of products rounded to q's dtype, sums, gates and states in float32; states and adjoints at the
       borders of chunks, u, dv, dP and dL are kept in q's dtype. dg is 0 at resets: below -104, where exp(g) is 0.
     """
-    config, (B, T), known = config or Config(), dims[:2], known_lengths(x.cu_seqlens)
-    as_batch = known is not None and bool(common_length(known, T))  # as in the forward
-    if as_batch:
-        x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=T // dims.N)
-        do = cotangents.do.reshape(dims.B, -1, *cotangents.do.shape[2:])
-        cotangents = cotangents._replace(do=do)
+    config, B, (x, dims) = config or Config(), dims.B, batched(x, dims)  # as in the forward
+    known, do = known_lengths(x.cu_seqlens), cotangents.do
+    cotangents = cotangents._replace(do=do.reshape(dims.B, -1, *do.shape[2:]))
     packed, K64, V64 = x.cu_seqlens is not None, round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     visits = visit_tables(borders(x.cu_seqlens, known), dims.T) if packed else None
     work = work_of(dims, packed, known)
@@ -121,9 +118,7 @@ def backward(
     )
     arguments = x._replace(cu_seqlens=None), residuals, cotangents, visits, adjoints
     out = compiled(_run, interpret)(static, *arguments)
-    if not as_batch:
-        return out
-    tokens = (None if y is None else y.reshape(B, T, *y.shape[2:]) for y in out[:6])
+    tokens = (None if y is None else y.reshape(B, -1, *y.shape[2:]) for y in out[:6])
     return ChannelCotangents._make((*tokens, out.dh_0))
 
 
@@ -142,7 +137,7 @@ def open_adjoints(
     K64, V64 = round_up(dims.K, GRANULE), round_up(dims.V, GRANULE)
     assert segments is not None and dfinal is not None
     walk = choose_open(dims, K64, V64, packed, segments, entry)
-    dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
+    dh_T = pad_states(dfinal, dims.K, dims.V, kv_layout=True)
     e = channel_segment_adjoints(
         pad(do.astype(x.v.dtype), (dims.B, T8, dims.HO, V64)),
         beta_t,
@@ -182,7 +177,7 @@ def _run(
 ) -> ChannelCotangents:
     """The kernels in order, with the padding around them."""
     dims, f32 = static.dims, jnp.float32
-    B, T, N, HO, K, V = dims.B, dims.T, dims.N, dims.HO, dims.K, dims.V
+    B, T, N, K, V = dims.B, dims.T, dims.N, dims.K, dims.V
     T8, K64, V64 = round_up(T, 8), round_up(K, GRANULE), round_up(V, GRANULE)
     if x.of_halves:
         T8 = T // 2
@@ -192,11 +187,7 @@ def _run(
     q, k, e, g = (None if y is None else pad(y, (B, T8, y.shape[2], K64)) for y in (x.q, x.k, x.e, g))
     v, do = (pad(y.astype(x.v.dtype), (B, T8, y.shape[2], V64)) for y in (x.v, cotangents.do))
     assert q is not None and k is not None and g is not None
-    widths = (K64, V64) if static.kv_layout else (V64, K64)
-    h_0, dh_T = (
-        None if y is None else pad(y.astype(f32), (N, HO, *widths))
-        for y in (x.initial_state, cotangents.dfinal)
-    )
+    h_0, dh_T = (pad_states(y, K, V, static.kv_layout) for y in (x.initial_state, cotangents.dfinal))
     pairs, beta_t, segments = residuals
     walks: dict[str, Any] = dict(kv_layout=static.kv_layout, config=static.chains, interpret=static.interpret)
     walks |= dict(of_halves=x.of_halves)
@@ -234,8 +225,7 @@ def _run(
         dbeta = strength_gradient(sums.dv_u, sums.k_write, x.beta, visits, k.dtype, sums.k_late)
     dh_0 = None
     if x.initial_state is not None and walked.dh_0 is not None:
-        shape = (K, V) if static.kv_layout else (V, K)
-        dh_0 = walked.dh_0[:, :, : shape[0], : shape[1]].astype(x.initial_state.dtype)
+        dh_0 = cut_states(walked.dh_0, K, V, static.kv_layout).astype(x.initial_state.dtype)
     return ChannelCotangents(
         sum_heads(sums.dq, dims.Hq)[:, :T, :, :K],
         sum_heads(sums.dk, dims.Hk)[:, :T, :, :K],

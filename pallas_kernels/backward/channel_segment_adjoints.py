@@ -10,14 +10,12 @@ Shared memory, barriers, hardware, limits, source: `backward.channel_chain`.
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backward.chain import Cta, Sizes
+from pallas_kernels.backward.chain import Cta
 from pallas_kernels.backward.channel_chain import adjoint_step, load_chunks, start, walk
-from pallas_kernels.backward.segment_adjoints import choose_chunks, segment_role
+from pallas_kernels.backward.segment_adjoints import choose_chunks, results_of, segment_role
 from pallas_kernels.chunks.channel_stages import Config
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.work.halves import tokens_of
@@ -56,10 +54,6 @@ def channel_segment_adjoints(
     """
     inputs = {"v": None, "do": do, "beta": beta, "dh_T": dh_T, "walked": walked}
 
-    def outputs(sizes: Sizes):
-        shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)
-        return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
-
     options: dict[str, Any] = dict(kv_layout=kv_layout, config=config, interpret=interpret, chains=1)
     options |= dict(tokens=tokens_of(of_halves))
-    return start("channel_segment_adjoints", _body, pairs, inputs, outputs, items, visits, **options)["e"]
+    return start("channel_segment_adjoints", _body, pairs, inputs, results_of, items, visits, **options)["e"]

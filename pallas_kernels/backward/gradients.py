@@ -212,7 +212,6 @@ def _call(
         memory=memory(config, K, V, k.dtype, packed=packed, float16=float16),
         ctas=config.ctas,
         warpgroups=COMPUTE + 1,
-        auto_barriers=False,
         reduction_bytes=0,  # every sum stays inside a warp
         interpret=interpret,
     )

@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import check_registers, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import CHUNK, WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, fitting
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.spans import Span, dense_span, visit_span
 
@@ -76,11 +76,7 @@ class Config:
     def default(cls, K: int, V: int) -> "Config":
         """Most stages that fit, for K columns in a launch."""
         tokens = V // WIDTH * (2 if V <= 128 else 1)
-        for states in (4, 3, 2):
-            config = cls(tokens, states)
-            if smem_bytes(memory(config, K, V, jnp.bfloat16)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("more than MAX_COLUMNS columns of K, or V > 256")
+        return fitting((cls(tokens, n) for n in (4, 3, 2)), lambda x: memory(x, K, V, jnp.bfloat16))
 
 
 def memory(config: Config, K: int, V: int, dtype, *, packed: bool = False, float16: bool = True) -> Memory:

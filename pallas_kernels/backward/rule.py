@@ -29,7 +29,7 @@ from pallas_kernels.backward.strengths import mantissa, power
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, LOG2_E, RESET_G2, round_up
-from pallas_kernels.device.memory import pad
+from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.work.residuals import Residuals, Segments
 from pallas_kernels.work.split import Work, chain_warpgroups, segments_pay, work_of
@@ -175,7 +175,7 @@ def open_adjoints(
     assert segments is not None and dfinal is not None
     walk = choose_open(dims, K64, V64, x.cu_seqlens is not None, segments, entry)
     q8, k8, do8 = (pad(y, (y.shape[0], T8, y.shape[2], round_up(y.shape[3], GRANULE))) for y in (q, k, do))
-    dh_T = pad(dfinal.astype(jnp.float32), (*dfinal.shape[:2], K64, V64))
+    dh_T = pad_states(dfinal, dims.K, dims.V, kv_layout=True)
     e = segment_adjoints(
         q8,
         k8,
@@ -198,17 +198,8 @@ def at_ends(
     e, segments: Segments, dh_T, *, num_sequences: int, kv_layout: bool, interpret
 ) -> Float[Array, "items HO V64 K64"]:
     """The cotangent at the end of every segment, from that at its start by itself and padded ones of final states."""
-    tables = segments.items.tables
-    return segment_states(
-        e,
-        segments.m_t,
-        dh_T,
-        None if tables is None else tables.first_item,
-        num_sequences=num_sequences,
-        kv_layout=kv_layout,
-        backwards=True,
-        interpret=interpret,
-    )
+    options: dict[str, Any] = dict(num_sequences=num_sequences, kv_layout=kv_layout, interpret=interpret)
+    return segment_states(e, segments.m_t, dh_T, segments.items, backwards=True, **options)
 
 
 class _Static(NamedTuple):
@@ -239,12 +230,9 @@ def _run(
     if tables is not None:
         N = tables.cu_seqlens.shape[0] - 1
     K64, V64, T8 = round_up(K, GRANULE), round_up(V, GRANULE), round_up(T, 8)
-    state_shape = (N, HO, K64, V64) if static.kv_layout else (N, HO, V64, K64)
     q8, k8 = pad(q, (B, T8, Hq, K64)), pad(k, (B, T8, Hk, K64))
     v8, do8 = pad(v, (B, T8, HV, V64)), pad(do.astype(v.dtype), (B, T8, HO, V64))
-    h_0, dh_T = (
-        None if x is None else pad(x.astype(jnp.float32), state_shape) for x in (initial_state, dfinal)
-    )
+    h_0, dh_T = (pad_states(y, K, V, static.kv_layout) for y in (initial_state, dfinal))
     powers = lift = None
     if k.dtype == jnp.float16:
         powers, lift = power(residuals.beta_t), _lift(residuals.g2_cum, tables, T)
@@ -294,8 +282,7 @@ def _run(
         dg = jnp.where(has_no_past(x, None if tables is None else tables.cu_seqlens), 0.0, dg).astype(g.dtype)
     dh_0 = None
     if initial_state is not None and walked.dh_0 is not None:
-        shape = (K, V) if static.kv_layout else (V, K)
-        dh_0 = walked.dh_0[:, :, : shape[0], : shape[1]].astype(initial_state.dtype)
+        dh_0 = cut_states(walked.dh_0, K, V, static.kv_layout).astype(initial_state.dtype)
     return Cotangents(
         sum_heads(sums.dq, Hq)[:, :T, :, :K],
         sums.dk[:, :T, :, :K],

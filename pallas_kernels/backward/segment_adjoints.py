@@ -56,6 +56,12 @@ def segment_role(cta: Cta, walk: Callable) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def results_of(sizes: Any) -> dict[str, Any]:
+    """Shapes and dtypes of the results by name."""
+    shape = sizes.split.num_items, sizes.HO, sizes.V, sizes.K
+    return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+
 def _body(gmem: Any, smem: Any, **static) -> None:
     cta = Cta(gmem, smem, **static)
     choose_chunks(cta)
@@ -92,10 +98,5 @@ def segment_adjoints(
     """
     inputs = {"q": q, "k": k, "v": None, "do": do, "g2_cum": g2_cum, "beta": beta, "t": t, "dh_T": dh_T}
     inputs |= {"walked": walked}
-
-    def outputs(sizes):
-        shape = (sizes.split.num_items, sizes.HO, sizes.V, sizes.K)
-        return {"dh": None, "dv": None, "e": jax.ShapeDtypeStruct(shape, jnp.float32)}
-
     options: dict[str, Any] = dict(scale=scale, kv_layout=kv_layout, config=config, interpret=interpret)
-    return start("segment_adjoints", _body, inputs, outputs, items, visits, chains=1, **options)["e"]
+    return start("segment_adjoints", _body, inputs, results_of, items, visits, chains=1, **options)["e"]

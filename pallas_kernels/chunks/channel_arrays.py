@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.work.residuals import Segments
+from pallas_kernels.work.tables import common_length, known_lengths
 
 
 class ChannelArrays(NamedTuple):
@@ -45,7 +46,12 @@ class ChannelResiduals(NamedTuple):
     """Residuals of segments; None where sequences are not cut."""
 
 
-def as_rows(x: ChannelArrays, rows: int) -> ChannelArrays:
-    """Returns the call with packed sequences of equal lengths as the rows of a batch."""
+def batched(x: ChannelArrays, dims: Any) -> tuple[ChannelArrays, Any]:
+    """The call, with its `Dims`, and packed sequences as the rows of a batch where they are known to have one
+    length."""
+    known, rows = known_lengths(x.cu_seqlens), dims.N
+    if known is None or not common_length(known, dims.T):
+        return x, dims
     tokens = (None if y is None else y.reshape(rows, -1, *y.shape[2:]) for y in x[:6])
-    return ChannelArrays._make((*tokens, x.initial_state, None, None))
+    arrays = ChannelArrays._make((*tokens, x.initial_state, None, None))
+    return arrays, dims._replace(B=rows, T=dims.T // rows)

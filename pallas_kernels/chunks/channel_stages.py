@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import LOADER_REGISTERS, check_registers, release_registers
 from pallas_kernels.device.layouts import CHUNK, COL, along_columns, iota
-from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes
+from pallas_kernels.device.memory import Memory, fitting
 from pallas_kernels.work.spans import owned_rows
 
 ROWS = 64
@@ -49,11 +49,7 @@ class Config:
     def most_stages(cls, state_warpgroups: int, memory: Callable[["Config"], Memory]) -> "Config":
         """The configuration of most stages that fit into the memory that a kernel then declares."""
         registers = {1: 248, 2: 240}[state_warpgroups]
-        for stages in ((3, 3), (3, 2), (2, 2)):
-            config = cls(state_warpgroups, *stages, registers)
-            if smem_bytes(memory(config)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 128")
+        return fitting((cls(state_warpgroups, *n, registers) for n in ((3, 3), (3, 2), (2, 2))), memory)
 
 
 def loader(cta: Any, load_early: Callable, load_late: Callable) -> None:

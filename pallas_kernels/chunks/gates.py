@@ -176,6 +176,7 @@ def chunk_gates(
         },
         memory=_memory(packed, order),
         ctas=B * sizes.num_chunks * sizes.num_head_tiles + (order is not None),
+        auto_barriers=True,
         interpret=interpret,
     )
     return Gates(results["g2_cum"], results["beta_t"], results.get("first"), results.get("order"))

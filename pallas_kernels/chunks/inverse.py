@@ -47,24 +47,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.chunks.merging import BLOCK, HALF, invert, parts_of
 from pallas_kernels.device.launch import launch, num_sms, warpgroup_index
-from pallas_kernels.device.layouts import (
-    CHUNK,
-    COL,
-    L2NORM_EPS,
-    ROW,
-    along_columns,
-    along_rows,
-    iota,
-)
-from pallas_kernels.device.memory import (
-    REDUCTION_BYTES,
-    SMEM_LIMIT,
-    Barriers,
-    Buffer,
-    Memory,
-    smem_bytes,
-    transposed,
-)
+from pallas_kernels.device.layouts import CHUNK, COL, L2NORM_EPS, ROW, along_columns, along_rows, iota
+from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory, fitting, transposed
 from pallas_kernels.device.operations import Device
 
 KEY_INSTRUCTIONS, HEAD_INSTRUCTIONS = 163, 499
@@ -85,10 +69,8 @@ class Config:
     @classmethod
     def default(cls, K: int, group: int) -> "Config":
         """The largest of the tried configurations that fits, for `group` output heads per key head."""
-        for config in (cls(4, 2), cls(4, 1), cls(3, 1), cls(2, 1), cls(1, 1)):
-            if smem_bytes(_memory(config, K, group, jnp.bfloat16), REDUCTION_BYTES) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 256")
+        configs = cls(4, 2), cls(4, 1), cls(3, 1), cls(2, 1), cls(1, 1)
+        return fitting(configs, lambda x: _memory(x, K, group, jnp.bfloat16), REDUCTION_BYTES)
 
 
 def _memory(config: Config, K: int, group: int, dtype, *, normalize: bool = True) -> Memory:
@@ -300,6 +282,7 @@ def gated_inverse(
         memory=_memory(config, K, sizes.group, k.dtype, normalize=normalize),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
+        auto_barriers=True,
         interpret=interpret,
     )
     return Inverse(results["t"], results.get("rstd"))

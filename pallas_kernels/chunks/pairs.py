@@ -62,14 +62,7 @@ from pallas_kernels.device.layouts import (
     along_rows,
     zeros,
 )
-from pallas_kernels.device.memory import (
-    SMEM_LIMIT,
-    Barriers,
-    Buffer,
-    Memory,
-    smem_bytes,
-    transposed,
-)
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, fitting, transposed
 from pallas_kernels.work import halves
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.spans import Span
@@ -88,10 +81,7 @@ class Config:
     @classmethod
     def default(cls, K: int, erases: bool) -> "Config":
         """The configuration of most warpgroups that fit."""
-        for config in (cls(2), cls(1)):
-            if smem_bytes(_memory(config, K, jnp.bfloat16, erases=erases)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 256")
+        return fitting((cls(2), cls(1)), lambda x: _memory(x, K, jnp.bfloat16, erases=erases))
 
 
 def _memory(config: Config, K: int, dtype, *, erases: bool, tokens: int = CHUNK) -> Memory:
@@ -381,6 +371,7 @@ def channel_pairs(
         memory=_memory(config, K, k.dtype, erases=e is not None, tokens=read),
         ctas=config.ctas,
         warpgroups=config.warpgroups,
+        auto_barriers=True,
         interpret=interpret,
     )
     return Pairs(**results)

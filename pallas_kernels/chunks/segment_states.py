@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.device.launch import grid_index, launch
 from pallas_kernels.device.layouts import COL, WGMMA, along_columns, zeros
@@ -46,6 +46,7 @@ from pallas_kernels.device.memory import (
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.residuals import Transition
 from pallas_kernels.work.slots import PoolStates, Slots, load_initial, slot_inputs
+from pallas_kernels.work.tables import Items
 
 ROWS = 64
 
@@ -154,7 +155,7 @@ def segment_states(
     e: Float[Array, "items HO V K"],
     m_t: Transition,
     h_0: Float[Array, "N HO _ _"] | PoolStates | None,
-    first_item: Int[Array, " N2"] | None,
+    items: Items,
     *,
     num_sequences: int,
     kv_layout: bool = False,
@@ -168,22 +169,23 @@ def segment_states(
       h_0: initial states, [K, V] with kv_layout else [V, K], or where they lie in a pool; None for zeros.
       backwards: e is of `segment_adjoints` (that of a first segment is not used), and h_0 are cotangents of the final
         states.
-      first_item: first item of each sequence (packed rows), None when all sequences have equally many.
+      items: what the sequences are cut into.
       num_sequences: N.
     """
-    items, HO, V, K = e.shape
+    (count, HO, V, K), tables = e.shape, items.tables
     states = h_0 if isinstance(h_0, PoolStates) else None
     sizes = _Sizes(
         HO=HO,
         V=V,
         K=K,
-        per_sequence=None if first_item is not None else items // num_sequences,
+        per_sequence=count // num_sequences if tables is None else None,
         kv_layout=kv_layout,
         backwards=backwards,
         stages=_stages(K, m_t.rest.dtype),
         slots=None if states is None else states.slots,
     )
-    inputs = {"e": e, **m_t._asdict(), "h_0": None if states else h_0, "first_item": first_item}
+    inputs = {"e": e, **m_t._asdict(), "h_0": None if states else h_0}
+    inputs["first_item"] = None if tables is None else tables.first_item
     results = launch(
         "segment_states",
         functools.partial(_body, sizes=sizes, interpreted=interpret is not None),
@@ -191,7 +193,6 @@ def segment_states(
         outputs={"border": jax.ShapeDtypeStruct(e.shape, jnp.float32)},
         memory=_memory(sizes.stages, K, m_t.rest.dtype),
         ctas=num_sequences * HO * (V // ROWS),
-        auto_barriers=False,
         interpret=interpret,
     )
     return results["border"]

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.decode.cta import ALONE, Channels, Config, Cta
 from pallas_kernels.decode.step import step_of_channels
-from pallas_kernels.decode.tiles import Norms, Sizes, Tile, load, vector_layout, write_strength
+from pallas_kernels.decode.tiles import Sizes, Tile, Token, load, vector_layout, write_strength
 from pallas_kernels.device.gates import log_decays
 from pallas_kernels.device.launch import num_sms
 from pallas_kernels.device.memory import Buffer, Memory, store_any
@@ -46,20 +46,11 @@ class ChannelTile(Tile):
         return beta * u
 
     def update(
-        self,
-        S: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        alpha: jax.Array,
-        beta: jax.Array,
-        norms: Callable[[], Norms],
-        again: Callable[[jax.Array], jax.Array] = lambda S: S,
-        add: Any = None,
+        self, S: jax.Array, token: Token, norms: Callable[[], Any], again: Any = lambda S: S, add: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The state after a token, and its output along V, see `Tile.update`; alpha lies along the tile as k does. No
-        sum leaves open how it is rounded."""
+        """The state after a token, and its output, see `Tile.update`. No sum leaves open how it is rounded."""
         del add
+        q, k, v, alpha, beta = token
         y, z = self.products(S.astype(jnp.float32), [alpha * self.erased(k, beta), alpha * q])
         rq, rk, qk = norms()
         u = self.written(v - rk * y, beta)

@@ -204,9 +204,7 @@ def conv_update(
         },
         outputs={"y": jax.ShapeDtypeStruct((N, D), x.dtype)},
         updated={"pool": one_for_all_layers(pool, layer)},
-        memory={},
         ctas=N * (D // config.channels),
-        auto_barriers=False,
         interpret=interpret,
     )
     return results["y"], results["pool"].reshape(pool.shape)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.decode.channel_step import ChannelCta, ChannelTile, channel_step
 from pallas_kernels.decode.cta import Config
-from pallas_kernels.decode.tiles import GRANULE, Norms, Sizes, load, vector_layout, write_strength
+from pallas_kernels.decode.tiles import GRANULE, Norms, Sizes, Token, load, vector_layout, write_strength
 from pallas_kernels.device.launch import num_sms
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.needs import Needs
@@ -73,19 +73,11 @@ class ErasureTile(ChannelTile):
         return ErasureNorms(keys, length, jnp.sum(q * e), jnp.sum(k * e))
 
     def update(
-        self,
-        S: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        alpha: jax.Array,
-        beta: jax.Array,
-        norms: Callable[[], Any],
-        again: Callable[[jax.Array], jax.Array] = lambda S: S,
-        add: Any = None,
+        self, S: jax.Array, token: Token, norms: Callable[[], Any], again: Any = lambda S: S, add: Any = None
     ) -> tuple[jax.Array, jax.Array]:
         """See `ChannelTile.update`."""
         del add
+        q, k, v, alpha, beta = token
         e, _, gamma = self.erasure
         (rq, rk, qk), re, qe, ke = norms()
         x, y, z = self.products(S.astype(jnp.float32), [alpha * e, alpha * k, alpha * q])

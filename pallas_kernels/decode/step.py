@@ -36,15 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.decode.cta import ALONE, Channels, Config, Cta
-from pallas_kernels.decode.tiles import (
-    GRANULE,
-    Norms,
-    Sizes,
-    Tile,
-    Vectors,
-    load,
-    vector_layout,
-)
+from pallas_kernels.decode.tiles import GRANULE, Norms, Sizes, Tile, Token, Vectors, load, vector_layout
 from pallas_kernels.device import generations
 from pallas_kernels.device.launch import grid_index, launch, num_sms
 from pallas_kernels.device.memory import Buffer, Memory, smem_bytes, store_any
@@ -183,7 +175,7 @@ def _decode(cta: Cta, x: Vectors) -> None:
         is_last = i + 1 == cta.config.turns
         S_next, v_next = (S, v) if is_last else (following.read(), load(following.v(0), cta.tile.v_layout))
         v = here.written(0, v)
-        S, o = cta.tile.update(S, q, k, v, alpha, beta, norms, again, **alike)
+        S, o = cta.tile.update(S, Token(q, k, v, alpha, beta), norms, again, **alike)
         # Rounded outside of the branch: its registers are free earlier.
         S = S.astype(cta.gmem.pool.dtype)
         here.write_output(0, o)
@@ -256,7 +248,7 @@ def _token(cta: Cta, t: jax.Array, S: jax.Array) -> jax.Array:
     norms = [smem.scalars[t, i] for i in range(2, SCALARS)]
     q, k = (load(ref.at[t], tile.k_layout) for ref in (smem.q, smem.k))
     v = load(smem.v.at[t], tile.v_layout)
-    S, o = tile.update(S, q, k, v, alpha, beta, lambda: Norms(*norms))
+    S, o = tile.update(S, Token(q, k, v, alpha, beta), lambda: Norms(*norms))
     cta.write_output(t, o)
     cta.write(to, S)
     return S
@@ -368,7 +360,6 @@ def step_of_channels(
         updated={"pool": one_for_all_layers(pool, layer)},
         memory={**room, **kind.gate_memory(sizes, T)} if room else room,
         ctas=N * HV * (V // config.block) // config.turns,
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )

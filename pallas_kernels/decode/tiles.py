@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.gates import softplus
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, vector_layout
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, spread, vector_layout
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.work.slots import Slots
 
@@ -100,11 +100,6 @@ def column_layout(columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
 
 
-def spread(x: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """A vector along `axis` of an array, repeated along the other axis."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
-
-
 class Vectors(NamedTuple):
     """A token of one head as it lies in memory.
 
@@ -116,6 +111,17 @@ class Vectors(NamedTuple):
     q_whole: jax.Array
     k_whole: jax.Array
     v: jax.Array
+
+
+class Token(NamedTuple):
+    """A token along the tile, float32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    alpha: jax.Array
+    """exp(g): a number, or where each key channel decays by itself a vector as k."""
+    beta: jax.Array
 
 
 class Norms(NamedTuple):
@@ -182,11 +188,7 @@ class Tile:
     def update(
         self,
         S: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        alpha: jax.Array,
-        beta: jax.Array,
+        token: Token,
         norms: Callable[[], Norms],
         again: Callable[[jax.Array], jax.Array] = lambda S: S,
         add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None,
@@ -194,12 +196,12 @@ class Tile:
         """The state after a token, and its output along V; all float32.
 
         Args:
-          q, k, v: vectors along the tile, float32.
           norms: computes the norms, after the sums.
           again: makes the S that is changed from the S that sums are taken of.
           add: a scalar times a vector along V and another vector, where how it is rounded is to be known; None: the
             compiler chooses.
         """
+        q, k, v, alpha, beta = token
         y, z = self.products(S.astype(jnp.float32), [k, q])
         rq, rk, qk = norms()
         u = beta * (v - (alpha * rk) * y)

@@ -236,7 +236,6 @@ def launch_walk(
         memory=memory,
         ctas=ctas,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
     )
     after = (None if x is None else results[key].reshape(x.shape) for key, x in rings._asdict().items())

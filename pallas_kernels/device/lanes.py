@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARP = 32
@@ -30,6 +31,12 @@ def lane_layout(lanes: int, width: int) -> Any:
 def vector_layout(n: int) -> Any:
     """Layout of [n] that every warp has whole, so that sums need no other warp."""
     return lane_layout(WARP, math.gcd(n // WARP, 4)).reduce(0)
+
+
+def spread(x: jax.Array, shape: tuple[int, ...], axes: int | tuple[int, ...], layout: Any) -> jax.Array:
+    """An array along some axes of a larger one, repeated along the others."""
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

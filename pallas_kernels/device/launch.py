@@ -1,9 +1,10 @@
 """The start of a kernel, with its inputs, outputs and shared memory by name."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import first_call, generations
-from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory
+from pallas_kernels.device.memory import CLUSTER, SMEM_LIMIT, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs, capabilities
 
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200, for which kernels are compiled where there is no GPU."""
+
+Shaped = jax.ShapeDtypeStruct | jax.Array
+"""An array, or its shape and dtype."""
 
 LOADER_REGISTERS = 24
 """Registers of a thread of a warpgroup that only loads, the fewest that it can have."""
@@ -53,11 +57,11 @@ def launch(
     *,
     inputs: Mapping[str, Any],
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
-    memory: Memory,
     ctas: int,
+    memory: Memory = MappingProxyType({}),
     cluster: int = 1,
     warpgroups: int | None = None,
-    auto_barriers: bool = True,
+    auto_barriers: bool = False,
     reduction_bytes: int | None = None,
     updated: Mapping[str, jax.Array | None] | None = None,
     kept: Mapping[str, Any] | None = None,
@@ -74,11 +78,11 @@ def launch(
       body: traced with 32-bit constants also where jax_enable_x64 is set.
       inputs: arrays; None for one that this configuration does without.
       outputs: shapes and dtypes, likewise.
-      memory: shared memory, likewise.
       ctas: CTAs, along the grid axis "cta"; with clusters, these along it.
+      memory: shared memory, likewise.
       cluster: CTAs of a cluster, along the axis `CLUSTER`, which there is not with one.
       warpgroups: warpgroups of a CTA, along the axis "wg"; None for one without that axis.
-      auto_barriers: whether Pallas puts a barrier around accesses to shared memory.
+      auto_barriers: whether Pallas puts a barrier around accesses to shared memory; else the body has its own.
       reduction_bytes: what Pallas sets aside for reductions over more than a warp; None for its default.
       updated: arrays of which the kernel writes parts. XLA lets it write into the array itself where nothing else
         reads that, and else into a copy.
@@ -91,6 +95,8 @@ def launch(
       mesh axes that any of the inputs varies over; Pallas forgets these.
     """
     first_call.prepare()
+    taken = smem_bytes(memory, reduction_bytes or 0)
+    assert interpret is not None or taken <= room(), f"{name}: {taken} bytes of shared memory of {room()}"
     updated, kept, later = updated or {}, kept or {}, [f"ahead {n}" for n in range(len(ahead))]
     inputs = {**inputs, **dict(zip(later, ahead, strict=True))}
     given, results, changed = (
@@ -138,6 +144,34 @@ def launch(
     varying: frozenset = frozenset().union(*(x.manual_axis_type.varying for x in types))
     made = dict(zip(results, lax.pcast(arrays, tuple(varying), to="varying"), strict=True))
     return made | {key: jax.freeze(reference) for key, reference in references.items()}
+
+
+def kernel[F: Callable[..., Any]](
+    *static: str, chosen: Callable[[Any], dict[str, Any]] | None = None
+) -> Callable[[F], F]:
+    """A decorator: the function of a kernel is compiled by itself, but where it is interpreted, see `compiled`.
+
+    Args:
+      static: names of the function's arguments that are static, besides interpret.
+      chosen: from all arguments, by name, to some that take the place of the call's, before it is compiled: what
+        depends on the device, and arrays that calls of one kernel have in different shapes.
+    """
+
+    def decorated(function: F) -> F:
+        jitted = jax.jit(function, static_argnames=(*static, "interpret"))
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args, **options):
+            if chosen is not None:
+                given = signature.bind(*args, **options)
+                given.apply_defaults()
+                options |= chosen(SimpleNamespace(**given.arguments))
+            return (jitted if options.get("interpret") is None else function)(*args, **options)
+
+        return cast(F, call)
+
+    return decorated
 
 
 def compiled(run: Callable[..., Any], interpret: Any, static: int = 1) -> Callable[..., Any]:

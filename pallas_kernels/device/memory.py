@@ -5,14 +5,14 @@ estimate of memory is summed from, and the names by which its body knows the ref
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED, round_up
+from pallas_kernels.device.layouts import GRANULE, WGMMA, WGMMA_TRANSPOSED, round_up
 
 CLUSTER = "peer"
 """Axis of the CTAs of a cluster."""
@@ -81,6 +81,14 @@ def smem_bytes(memory: Memory, reduction_bytes: int = 0) -> int:
     return round_up(reduction_bytes, ALIGNMENT) + of_parts
 
 
+def fitting[C](configs: Iterable[C], memory: Callable[[C], Memory], reduction_bytes: int = 0) -> C:
+    """The first configuration whose shared memory a CTA may have; an AssertionError where none is so small."""
+    found = (c for c in configs if smem_bytes(memory(c), reduction_bytes) <= SMEM_LIMIT)
+    config = next(found, None)
+    assert config is not None, "no configuration fits the shared memory"
+    return config
+
+
 def tiling(swizzle: int, itemsize: int = 2) -> tuple:
     """Transforms of a shared-memory operand of wgmma whose rows are swizzled over `swizzle` bytes."""
     return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
@@ -121,6 +129,24 @@ def store_state(ref, rows, h: jax.Array, kv_layout: bool) -> None:
         store_any(transposed(ref.at[:, rows]), h.astype(ref.dtype))
     else:
         store_any(ref.at[rows], h.astype(ref.dtype))
+
+
+def pad_states(states: jax.Array | None, K: int, V: int, kv_layout: bool) -> jax.Array | None:
+    """States in float32, of widths padded to multiples of GRANULE; None for zeros. Outside kernels.
+
+    Args:
+      kv_layout: whether they are [.., K, V]; else [.., V, K].
+    """
+    if states is None:
+        return None
+    widths = round_up(K, GRANULE), round_up(V, GRANULE)
+    return pad(states.astype(jnp.float32), (*states.shape[:2], *(widths if kv_layout else widths[::-1])))
+
+
+def cut_states(states: jax.Array, K: int, V: int, kv_layout: bool) -> jax.Array:
+    """States [N, H, ..] without the padding of `pad_states`. Outside kernels."""
+    rows, columns = (K, V) if kv_layout else (V, K)
+    return states[:, :, :rows, :columns]
 
 
 def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

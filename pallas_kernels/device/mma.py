@@ -34,9 +34,6 @@ SWIZZLE = 64
 STEP = 32
 """Rows of a right operand that are in registers at a time, for every warp holds all of their columns."""
 
-VECTOR = 128
-"""A vector is copied by the threads of a warpgroup, 4 bytes each: it has a multiple of so many float32."""
-
 
 class MmaDevice(Device):
     """`Device` below wgmma. Interpreted, every operation computes the same with jnp."""

@@ -1,4 +1,4 @@
-"""The choice of experts by one warp, in registers: what `layer.row_choice` writes down."""
+"""The choice of experts by one warp, in registers: what `rows.row_choice` writes down."""
 
 import functools
 from typing import Any

@@ -25,12 +25,7 @@ from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.launch import launch
 from pallas_kernels.device.layouts import CHUNK
 from pallas_kernels.device.memory import Buffer, Memory, transposed
-from pallas_kernels.forward.channel_walk import (
-    body,
-    corrected_values,
-    stages_memory,
-    wait_for_chunk,
-)
+from pallas_kernels.forward.channel_walk import body, corrected_values, stages_memory, wait_for_chunk
 from pallas_kernels.forward.outputs import state_role, store_o
 from pallas_kernels.forward.walk import ROWS, Cta, Sizes
 from pallas_kernels.work.halves import tokens_of
@@ -167,7 +162,6 @@ def channel_outputs(
         memory=_memory(config, K, v.dtype, packed=tables is not None, tokens=tokens),
         ctas=split.num_items * HO * sizes.tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
     )
     if states is None:

@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Int
 from gdn_jax.shapes import Dims, changes_segment
 from pallas_kernels.chunks import channel_stages
 from pallas_kernels.chunks import pairs as pairs_kernel
-from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, as_rows
+from pallas_kernels.chunks.channel_arrays import ChannelArrays, ChannelResiduals, batched
 from pallas_kernels.chunks.pairs import Pairs, channel_pairs
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled
 from pallas_kernels.device.layouts import CHUNK, GRANULE, round_up
-from pallas_kernels.device.memory import pad
+from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as head_rule
 from pallas_kernels.forward.channel_outputs import channel_outputs, default_config
@@ -31,7 +31,6 @@ from pallas_kernels.work.tables import (
     Items,
     VisitTables,
     borders,
-    common_length,
     known_lengths,
     packed_items,
     row_items,
@@ -91,9 +90,8 @@ def forward(
 
     Numerics: operands of products rounded to q's dtype (float16 between tokens), sums, gates and states in float32.
     """
-    known, shape = known_lengths(x.cu_seqlens), (*x.v.shape[:2], dims.HO, dims.V)
-    if known is not None and common_length(known, dims.T):
-        x, known, dims = as_rows(x, dims.N), None, dims._replace(B=dims.N, T=dims.T // dims.N)
+    shape, (x, dims) = (*x.v.shape[:2], dims.HO, dims.V), batched(x, dims)
+    known = known_lengths(x.cu_seqlens)
     config, packed = config or Config(), x.cu_seqlens is not None
     config, segment_chunks = _chosen(config, dims, packed, known)
     items, visits = row_items(dims.B, dims.T, segment_chunks), None
@@ -205,7 +203,7 @@ def _run(
     T8, V64, K64 = v.shape[1], v.shape[3], pairs.gl.shape[2]
     options: dict[str, Any] = dict(items=items, visits=visits, of_halves=x.of_halves)
     options |= dict(interpret=static.interpret)
-    h_0, segments = _padded_states(static, x.initial_state, K64, V64), None
+    h_0, segments = pad_states(x.initial_state, K, V, static.kv_layout), None
     if m_t is not None:
         segments = Segments(_starts(static, prepared, h_0), m_t, items)
     o, final = channel_outputs(
@@ -221,19 +219,18 @@ def _run(
     if (T8, V64) != (tokens, V):
         o = o[:, :tokens, :, :V]
     if (K64, V64) != (K, V):
-        final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
+        final = cut_states(final, K, V, static.kv_layout)
     return o, final, ChannelResiduals(pairs, beta_t, segments)
 
 
 def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO V64 K64"]:
     """The state at the start of every segment, from padded initial states."""
-    tables = prepared.items.tables
     assert prepared.e is not None and prepared.m_t is not None
     return segment_states(
         prepared.e,
         prepared.m_t,
         h_0,
-        None if tables is None else tables.first_item,
+        prepared.items,
         num_sequences=static.dims.N,
         kv_layout=static.kv_layout,
         interpret=static.interpret,
@@ -249,8 +246,8 @@ class Open(NamedTuple):
 
     def starts(self, initial_state: Float[Array, "N HO K V"]) -> Float[Array, "items HO V64 K64"]:
         """The state at the start of every segment; at the empty one's that which goes on."""
-        widths = self.prepared.pairs.gl.shape[2], self.prepared.v.shape[3]
-        return _starts(self.static, self.prepared, _padded_states(self.static, initial_state, *widths))
+        h_0 = pad_states(initial_state, self.static.dims.K, self.static.dims.V, self.static.kv_layout)
+        return _starts(self.static, self.prepared, h_0)
 
     def finish(
         self, initial_state: Float[Array, "N HO K V"]
@@ -285,11 +282,3 @@ def prepare_open(
     static = _Static(dims, float(scale), False, True, config, interpret)
     x = x._replace(cu_seqlens=None, segment_ids=None)
     return Open(static, x, _prepare(static, x, items, visits))
-
-
-def _padded_states(static: _Static, states, K64: int, V64: int):
-    """States in float32 and of padded widths; None for zeros."""
-    if states is None:
-        return None
-    widths = (K64, V64) if static.kv_layout else (V64, K64)
-    return pad(states.astype(jnp.float32), (*states.shape[:2], *widths))

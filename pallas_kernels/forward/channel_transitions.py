@@ -21,12 +21,7 @@ from pallas_kernels.chunks.pairs import Pairs
 from pallas_kernels.device.launch import launch
 from pallas_kernels.device.layouts import CHUNK
 from pallas_kernels.device.memory import Buffer, Memory, transposed
-from pallas_kernels.forward.channel_walk import (
-    body,
-    corrected_values,
-    stages_memory,
-    wait_for_chunk,
-)
+from pallas_kernels.forward.channel_walk import body, corrected_values, stages_memory, wait_for_chunk
 from pallas_kernels.forward.transitions import Transitions, of_e, skip_last, state_role
 from pallas_kernels.forward.walk import ROWS, Cta, Sizes
 from pallas_kernels.work.halves import tokens_of
@@ -128,7 +123,6 @@ def channel_transitions(
         memory=_memory(config, K, v.dtype, tokens),
         ctas=split.num_items * HO * tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         reduction_bytes=0,  # the sum stays inside a warp
         interpret=interpret,
     )

@@ -294,7 +294,6 @@ def outputs(
         memory=_memory(config, K, k.dtype, packed=tables is not None, normalize=rstd is not None),
         ctas=split.num_items * HO * sizes.tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         interpret=interpret,
     )
     if states is None:

@@ -21,7 +21,7 @@ from pallas_kernels.chunks.inverse import gated_inverse
 from pallas_kernels.chunks.segment_states import segment_states
 from pallas_kernels.device.launch import compiled, num_sms
 from pallas_kernels.device.layouts import CHUNK, GRANULE, L2NORM_EPS, round_up
-from pallas_kernels.device.memory import pad
+from pallas_kernels.device.memory import cut_states, pad, pad_states
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import walk
 from pallas_kernels.forward.outputs import default_config, outputs
@@ -218,7 +218,7 @@ def _finish(static: _Static, prepared: Prepared, initial_state, dims: Dims):
     T8, K64, V64 = q.shape[1], q.shape[3], v.shape[3]
     interpret, config = static.interpret, static.config
     states = initial_state if isinstance(initial_state, PoolStates) else None
-    h_0 = None if states is not None else _padded_states(static, prepared, initial_state)
+    h_0 = None if states is not None else pad_states(initial_state, K, V, static.kv_layout)
     segments = None
     if m_t is not None:
         segments = Segments(_starts(static, prepared, h_0 if states is None else states), m_t, items)
@@ -242,18 +242,8 @@ def _finish(static: _Static, prepared: Prepared, initial_state, dims: Dims):
     if (T8, V64) != (T, V):
         o = o[:, :T, :, :V]
     if (K64, V64) != (K, V):
-        final = final[:, :, :K, :V] if static.kv_layout else final[:, :, :V, :K]
+        final = cut_states(final, K, V, static.kv_layout)
     return o, final, Residuals(g2_cum, beta_t, t, segments)
-
-
-def _padded_states(static: _Static, prepared: Prepared, states):
-    """States in float32 and of padded widths; None for zeros."""
-    if states is None:
-        return None
-    widths = prepared.q.shape[3], prepared.v.shape[3]
-    return pad(
-        states.astype(jnp.float32), (*states.shape[:2], *(widths if static.kv_layout else widths[::-1]))
-    )
 
 
 def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO V64 K64"]:
@@ -264,7 +254,7 @@ def _starts(static: _Static, prepared: Prepared, h_0) -> Float[Array, "items HO 
         prepared.e,
         prepared.m_t,
         h_0,
-        None if tables is None else tables.first_item,
+        prepared.items,
         num_sequences=prepared.q.shape[0] if tables is None else tables.cu_seqlens.shape[0] - 1,
         kv_layout=static.kv_layout,
         interpret=static.interpret,
@@ -283,7 +273,7 @@ class Open(NamedTuple):
 
     def starts(self, initial_state: Float[Array, "N HO K V"]) -> Float[Array, "items HO V64 K64"]:
         """The state at the start of every segment; at the empty one's that which goes on."""
-        h_0 = _padded_states(self.static, self.prepared, initial_state)
+        h_0 = pad_states(initial_state, self.dims.K, self.dims.V, self.static.kv_layout)
         return _starts(self.static, self.prepared, h_0)
 
     def finish(self, initial_state: Float[Array, "N HO K V"]) -> tuple[jax.Array, jax.Array, Residuals]:

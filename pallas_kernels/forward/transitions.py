@@ -213,7 +213,6 @@ def segment_transitions(
         memory=_memory(config, K, k.dtype, normalize=k_rstd is not None),
         ctas=split.num_items * HO * tiles,
         warpgroups=config.warpgroups,
-        auto_barriers=False,
         reduction_bytes=0,  # the sum stays inside a warp
         interpret=interpret,
     )

@@ -55,7 +55,7 @@ from pallas_kernels.device.launch import (
     warpgroup_index,
 )
 from pallas_kernels.device.layouts import CHUNK, COL, ROW, WGMMA, along_columns
-from pallas_kernels.device.memory import SMEM_LIMIT, Memory, smem_bytes, transposed
+from pallas_kernels.device.memory import Memory, fitting, transposed
 from pallas_kernels.device.operations import Device
 from pallas_kernels.work.foreign import mask_foreign
 from pallas_kernels.work.slots import Slots, padding_without_slot
@@ -104,12 +104,8 @@ class Config:
     ) -> "Config":
         """The configuration of most stages that fit into the memory that a kernel then declares."""
         registers = {1: (208, 248), 2: (88, 208)}[state_warpgroups]
-        for stages in (4, 3, 2):
-            ahead = max(stages - 2, 1)
-            config = cls(state_warpgroups, stages, ahead, state_in_smem, *registers, loader)
-            if smem_bytes(memory(config)) <= SMEM_LIMIT:
-                return config
-        raise AssertionError("K > 256")
+        others = state_in_smem, *registers, loader
+        return fitting((cls(state_warpgroups, n, max(n - 2, 1), *others) for n in (4, 3, 2)), memory)
 
 
 class Sizes(NamedTuple):

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.gates import log_decay_slopes, log_decays
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -34,7 +34,7 @@ BLOCK = 1024
 CTAS_PER_SM = 12
 
 
-def check_supported(f: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(f: Shaped) -> str | None:
     """Why the kernels cannot take [B, T, H, K]; None if they can."""
     K = f.shape[-1]
     if f.dtype not in (jnp.bfloat16, jnp.float16):
@@ -98,6 +98,7 @@ def _load(ref: Any) -> jax.Array:
     return r.load_whole(ref).astype(jnp.float32)
 
 
+@kernel("lower_bound")
 def channel_gates(
     f: Float[Array, "N H K"],
     A_log: Float[Array, " H"],
@@ -114,26 +115,21 @@ def channel_gates(
       lower_bound: the strongest log decay, below 0; None: the first form.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=2)(lower_bound, interpret, f, A_log, dt_bias)
+    return launch(
+        "log_decays",
+        functools.partial(_forward, lower_bound=lower_bound),
+        inputs=_inputs(f, A_log, dt_bias),
+        outputs={"g": jax.ShapeDtypeStruct(f.shape, jnp.float32)},
+        ctas=f.shape[1] * _parts(*f.shape),
+        interpret=interpret,
+    )["g"]
 
 
 def _inputs(f, A_log, dt_bias):
     return {"f": f, "A_log": A_log.astype(jnp.float32), "dt_bias": dt_bias.astype(jnp.float32)}
 
 
-def _run_forward(lower_bound, interpret, f, A_log, dt_bias):
-    return launch(
-        "log_decays",
-        functools.partial(_forward, lower_bound=lower_bound),
-        inputs=_inputs(f, A_log, dt_bias),
-        outputs={"g": jax.ShapeDtypeStruct(f.shape, jnp.float32)},
-        memory={},
-        auto_barriers=False,
-        ctas=f.shape[1] * _parts(*f.shape),
-        interpret=interpret,
-    )["g"]
-
-
+@kernel("lower_bound")
 def channel_gates_backward(
     f: Float[Array, "N H K"],
     A_log: Float[Array, " H"],
@@ -144,10 +140,6 @@ def channel_gates_backward(
     interpret: Any = None,
 ) -> tuple[Float[Array, "N H K"], Float[Array, " H"], Float[Array, "H K"]]:
     """Gradients of <dg, channel_gates(f)>: df in f's dtype, dA_log and d dt_bias in float32."""
-    return compiled(_run_backward, interpret, static=2)(lower_bound, interpret, f, A_log, dt_bias, dg)
-
-
-def _run_backward(lower_bound, interpret, f, A_log, dt_bias, dg):
     (_, H, K), parts = f.shape, _parts(*f.shape)
     sums = jax.ShapeDtypeStruct((parts * H, rows_of(K), K), jnp.float32)
     results = launch(
@@ -155,8 +147,6 @@ def _run_backward(lower_bound, interpret, f, A_log, dt_bias, dg):
         functools.partial(_backward, lower_bound=lower_bound),
         inputs=_inputs(f, A_log, dt_bias) | {"dg": dg},
         outputs={"df": jax.ShapeDtypeStruct(f.shape, f.dtype), "dbias": sums, "dA_log": sums},
-        memory={},
-        auto_barriers=False,
         ctas=parts * H,
         interpret=interpret,
     )

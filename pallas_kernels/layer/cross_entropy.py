@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.layouts import ROW, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -54,7 +54,7 @@ class Exponentials(NamedTuple):
     of_target: Float[Array, "tiles T"]
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, V: int) -> str | None:
+def check_supported(x: Shaped, V: int) -> str | None:
     """Why the kernel cannot make logits of V words from x [T, D]; None if it can."""
     if x.dtype != jnp.bfloat16:
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16"
@@ -126,40 +126,29 @@ def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return cta.smem.x.at[slot, cta.own_rows(0)], transposed(cta.smem.w.at[slot])
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    (M, D), N = gmem.x.shape, gmem.w.shape[0]
-    cta = Cta(gmem, smem, M=M, N=N, D=D, **static)
-    tiles.work(cta, _load, _operands, _store)
-
-
+@kernel("config")
 def cross_entropy(
     x: Float[Array, "T D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, " T"],
     *,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> Exponentials:
     """The parts of the cross entropies of logits x W^T, where `check_supported` accepts them."""
-    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight, targets)
-
-
-def _run(config, interpret, x, weight, targets):
     T, V = x.shape[0], weight.shape[0]
     rows = round_up(T, CLUSTER_CTAS * TILE_ROWS)
     of_tiles = {"m": jnp.float32, "s": jnp.float32, "best": jnp.int32, "of_target": jnp.float32}
     shape = pl.cdiv(V, COLUMNS), rows
-    results = launch(
+    results = tiles.start(
         "cross_entropy",
-        functools.partial(_body, config=config, interpreted=interpret is not None),
+        functools.partial(tiles.work, load=_load, operands=_operands, finish=_store),
+        (T, V, x.shape[1]),
         inputs={"x": x, "w": weight, "targets": jnp.pad(targets.astype(jnp.int32), (0, rows - T))},
         outputs={"u": jax.ShapeDtypeStruct((T, V), x.dtype)}
         | {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in of_tiles.items()},
         memory=_memory(config),
-        auto_barriers=False,
-        ctas=tiles.num_clusters(config, T, V),
-        cluster=CLUSTER_CTAS,
-        warpgroups=3,
+        config=config,
         reduction_bytes=0,  # sums and maxima stay inside a warp
         interpret=interpret,
     )

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.eight_bits import LANES, THREADS
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, store_any, transposed
 from pallas_kernels.device.needs import Needs
@@ -60,7 +60,7 @@ LAYOUT = plgpu.Layout.TILED(
 """Layout of a tile as it is read from memory."""
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped) -> str | None:
     """Why the kernel cannot take an array [T, D]; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
@@ -152,7 +152,7 @@ def start(
       columns: of x8.
       tiles: that the source makes at once.
     """
-    read_columns = columns // tiles
+    dtype, read_columns = jnp.dtype(dtype), columns // tiles
     x = next(iter(inputs.values()))
     T = x.shape[0]
     ctas = r.num_ctas(T // TOKENS * (read_columns // COLUMNS), ctas_per_sm)
@@ -168,7 +168,6 @@ def start(
             "saturated": jax.ShapeDtypeStruct((ctas,), jnp.int32),
         },
         memory={"tile": Buffer((TOKENS, COLUMNS), x.dtype, swizzle=128)},
-        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )
@@ -177,7 +176,7 @@ def start(
 
 def left(scale: jax.Array, codes: Any, dtype: Any) -> Int[Array, "1"]:
     """The argument of that name of `Device.count_beyond`, for numbers of a dtype and codes of a scale."""
-    bound = (float(jnp.finfo(codes).max) / scale.astype(jnp.float32)).astype(dtype)
+    bound = (float(jnp.finfo(jnp.dtype(codes)).max) / scale.astype(jnp.float32)).astype(dtype)
     bits = lax.bitcast_convert_type(bound, jnp.uint16).astype(jnp.int32) & 0x7FFF
     return ((0x7FFF - bits) * 0x10001).reshape(1)
 
@@ -187,6 +186,7 @@ def total(saturated: jax.Array) -> Float[Array, ""]:
     return jnp.sum(saturated).astype(jnp.float32)
 
 
+@kernel("dtype")
 def eight_bits(
     x: Float[Array, "T D"], scale: Float[Array, ""], dtype: DTypeLike, *, interpret: Any = None
 ) -> tuple[Float[Array, "T D"], Float[Array, "D T"], Float[Array, ""]]:
@@ -196,10 +196,6 @@ def eight_bits(
     Args:
       dtype: float8_e4m3fn or float8_e5m2.
     """
-    return compiled(_run, interpret, 2)(interpret, jnp.dtype(dtype), x, scale)
-
-
-def _run(interpret, dtype, x, scale):
     D = x.shape[1]
 
     def source(gmem):

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import grid_index, launch
+from pallas_kernels.device.launch import Shaped, grid_index, launch
 from pallas_kernels.device.needs import Needs
 
 NEEDS = Needs.NOTHING
@@ -32,7 +32,7 @@ COLUMNS = (1024, 512, 256, 128)
 """Columns of a CTA: the most that divide D."""
 
 
-def check_supported(dx: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(dx: Shaped) -> str | None:
     """Why the kernel cannot take cotangents [N, D]; None if it can."""
     if dx.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"the stream is {jnp.dtype(dx.dtype).name}; the kernel takes float32, bfloat16 and float16"
@@ -90,8 +90,6 @@ def embedding_gradient(
         _body,
         inputs={"dx": dx, "order": order, "starts": starts},
         outputs={"out": jax.ShapeDtypeStruct((V, D), jnp.float32)},
-        memory={},
-        auto_barriers=False,
         ctas=V * (D // _columns(D)),
         interpret=interpret,
     )["out"]

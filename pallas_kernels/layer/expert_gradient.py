@@ -9,7 +9,7 @@ a tile up; first and count [E] int32, the first tile of each expert, and how man
 [E, M, N] of x's dtype.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile [`TILE`, `COLUMNS`] of a dW, those of an expert
 one after another, so that its rows stay in the L2 cache. Two warpgroups multiply, `ROWS` rows of dW each, one loads,
-`DEPTH` rows at a time: `layer.expert_ring`.
+`DEPTH` rows at a time: `layer.operand_ring`.
 Shared memory: `_memory`, 208 KB.
 Numerics: float32 sums, rounded once. The same bits in every call. Hardware: compute capability 9.0. Limits:
 `check_supported`.
@@ -26,11 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
+from pallas_kernels.layer.operand_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -53,7 +53,7 @@ class Config:
     ctas: int = dataclasses.field(default_factory=num_sms)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:
+def check_supported(x: Shaped, N: int) -> str | None:
     """Why the kernel cannot make gradients from rows x [.., M] and N cotangents of each; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
@@ -129,23 +129,15 @@ def _multiply(cta: _Cta) -> None:
     smem, dev, ring, own = cta.smem, cta.dev, cta.ring, pl.ds(cta.wg * ROWS, ROWS)
 
     def product(first, steps, acc):
-        def step(k, carry):
-            slot = ring.filled(first + k)
+        def issue(_, slot):
             dev.issue(acc, transposed(smem.x.at[slot, :, own]), smem.dy.at[slot])
-            dev.finish(1)
-            pl.when(k > 0)(lambda: ring.release(first + k - 1))
-            return carry
 
-        lax.fori_loop(0, steps, step, ())
-        dev.finish(0)
-        dw = dev.collect(acc)
-        pl.when(steps > 0)(lambda: ring.release(first + steps - 1))
-        return dw
+        return ring.sums(dev, first, steps, [acc], issue)
 
     def item(i, first):
         expert, row, column = cta.place(i)
         steps = cta.steps(i)
-        dw = pl.run_scoped(lambda acc: product(first, steps, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+        (dw,) = pl.run_scoped(lambda acc: product(first, steps, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
 
         def target(at):
             return cta.gmem.dw.at[expert, pl.ds(row + cta.wg * ROWS, ROWS), pl.ds(column + at, OUT)]
@@ -161,6 +153,7 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
     roles(cta.wg, MULTIPLYING, lambda: _load(cta), lambda: _multiply(cta))
 
 
+@kernel("rows", "config", chosen=lambda x: dict(config=x.config or Config()))
 def expert_gradient(
     x: Float[Array, "T M"],
     dy: Float[Array, "T N"],
@@ -185,17 +178,13 @@ def expert_gradient(
     Returns:
       dW in x's dtype, 0 for an expert without a tile.
     """
-    return compiled(_run, interpret, static=3)(config or Config(), rows, interpret, x, dy, first, count)
-
-
-def _run(config, rows, interpret, x, dy, first, count):
+    assert config is not None
     return launch(
         "expert_gradient",
         functools.partial(_body, config=config, rows=rows, interpreted=interpret is not None),
         inputs={"x": x, "dy": dy, "first": first, "count": count},
         outputs={"dw": jax.ShapeDtypeStruct((first.shape[0], x.shape[1], dy.shape[1]), x.dtype)},
         memory=_memory(config, x.dtype),
-        auto_barriers=False,
         ctas=config.ctas,
         warpgroups=MULTIPLYING + 1,
         interpret=interpret,

@@ -5,14 +5,14 @@
 A product may be one with W_e^T, as a gradient is, from weights [N, D] of an expert.
 
 Only the experts that are named are read, each once for every tile of rows, and tiles beyond `used` are left out.
-For few rows `layer.expert_swiglu` is faster.
+For few rows `rows.expert_swiglu` is faster.
 
 Inputs (GMEM): x [tiles * rows, D]; w [E, D, N], of x's dtype, bfloat16 or float16; experts [tiles] int32, in
 [0, E); used [1] int32. Output (GMEM), in x's dtype: y [tiles * rows, N], or N / 2 columns of a SwiGLU; what is behind
 the used tiles is not written.
 Grid: persistent, one CTA on each multiprocessor. An item is a tile of rows and a tile of columns, the items of one
 tile of rows one after another. A CTA has `Config.warpgroups` warpgroups that multiply, `ROWS` rows each, and one that
-loads: `layer.expert_ring`.
+loads: `layer.operand_ring`.
 Shared memory: `_memory`.
 Numerics: float32 sums. Branches of a SwiGLU and their product are float32, rounded once. The same bits in every call.
 Hardware: compute capability 9.0. Limits: `check_supported`.
@@ -29,12 +29,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA
-from pallas_kernels.device.memory import SMEM_LIMIT, Buffer, Memory, smem_bytes, transposed
+from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
+from pallas_kernels.layer.operand_ring import DEPTH, OUT, ROWS, Ring, barriers, roles, share, store
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -57,7 +57,7 @@ class Config:
         return self.warpgroups * ROWS
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, w: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped, w: Shaped) -> str | None:
     """Why the kernel cannot multiply rows x [.., D] by experts w [E, D, N]; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
@@ -133,22 +133,12 @@ def _multiply(cta: _Cta) -> None:
     own = pl.ds(cta.wg * ROWS, ROWS)
 
     def products(i, *accs):
-        first = i * cta.steps
-
-        def step(k, carry):
-            slot = ring.filled(first + k)
+        def issue(_, slot):
             for part, acc in enumerate(accs):
                 w = smem.w.at[slot, part]
                 dev.issue(acc, smem.x.at[slot, own], transposed(w) if cta.transpose else w)
-            dev.finish(cta.parts)
-            pl.when(k > 0)(lambda: ring.release(first + k - 1))
-            return carry
 
-        lax.fori_loop(0, cta.steps, step, ())
-        dev.finish(0)
-        results = [dev.collect(acc) for acc in accs]
-        ring.release(first + cta.steps - 1)
-        return results
+        return ring.sums(dev, i * cta.steps, cta.steps, accs, issue)
 
     def item(i, _):
         tile, column = cta.place(i)
@@ -169,6 +159,7 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
     roles(cta.wg, cta.config.warpgroups, lambda: _load(cta), lambda: _multiply(cta))
 
 
+@kernel("config", "swiglu", "transpose")
 def expert_product(
     x: Float[Array, "M D"],
     w: Float[Array, "E D1 N"],
@@ -194,14 +185,8 @@ def expert_product(
     Returns:
       y [tiles * config.rows, N], N / 2 with swiglu, in x's dtype.
     """
-    static = config, swiglu, transpose, interpret
-    return compiled(_run, interpret, static=4)(*static, x, w, experts, used)
-
-
-def _run(config, swiglu, transpose, interpret, x, w, experts, used):
     tiles, parts = experts.shape[0], 2 if swiglu else 1
-    memory, N = _memory(config, parts, transpose, x.dtype), w.shape[1 if transpose else 2]
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
+    N = w.shape[1 if transpose else 2]
     assert x.shape[0] == tiles * config.rows, (x.shape, tiles)
     results = launch(
         "expert_product",
@@ -214,8 +199,7 @@ def _run(config, swiglu, transpose, interpret, x, w, experts, used):
         ),
         inputs={"x": x, "w": w, "experts": experts, "used": used},
         outputs={"y": jax.ShapeDtypeStruct((tiles * config.rows, N // parts), x.dtype)},
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, parts, transpose, x.dtype),
         ctas=config.ctas,
         warpgroups=config.warpgroups + 1,
         interpret=interpret,

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -51,7 +51,7 @@ ACTIVATIONS = {
 """Activations of the gate by name."""
 
 
-def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int | None = None) -> str | None:
+def check_supported(o: Shaped, channels: int | None = None) -> str | None:
     """Why the kernels cannot take outputs of the rule [B, T, H, V]; None if they can.
 
     Args:
@@ -126,6 +126,7 @@ def _backward(gmem: Any, smem: Any, *, eps: float, activation: Activation) -> No
     r.store(gmem.dw.at[grid_index()], 0, dw)
 
 
+@kernel("eps", "activation")
 def gated_norm(
     o: Float[Array, "N V"],
     z: Float[Array, "N V"] | Float[Array, "M G V"],
@@ -145,7 +146,14 @@ def gated_norm(
       activation: one of ACTIVATIONS.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=3)(eps, activation, interpret, o, z, weight)
+    return launch(
+        "gated_norm",
+        functools.partial(_forward, eps=eps, activation=ACTIVATIONS[activation]),
+        inputs={"o": o, "z": _in_blocks(z, o.shape[1]), "w": weight.astype(jnp.float32)},
+        outputs={"y": jax.ShapeDtypeStruct(o.shape, o.dtype)},
+        ctas=_blocks(o.size)[1],
+        interpret=interpret,
+    )["y"]
 
 
 def _in_blocks(z: jax.Array, V: int) -> jax.Array:
@@ -153,19 +161,7 @@ def _in_blocks(z: jax.Array, V: int) -> jax.Array:
     return z if z.ndim == 3 else z.reshape(-1, BLOCK // V, V)
 
 
-def _run_forward(eps, activation, interpret, o, z, weight):
-    return launch(
-        "gated_norm",
-        functools.partial(_forward, eps=eps, activation=ACTIVATIONS[activation]),
-        inputs={"o": o, "z": _in_blocks(z, o.shape[1]), "w": weight.astype(jnp.float32)},
-        outputs={"y": jax.ShapeDtypeStruct(o.shape, o.dtype)},
-        memory={},
-        auto_barriers=False,
-        ctas=_blocks(o.size)[1],
-        interpret=interpret,
-    )["y"]
-
-
+@kernel("eps", "activation", "again")
 def gated_norm_backward(
     o: Float[Array, "N V"],
     z: Float[Array, "N V"] | Float[Array, "M G V"],
@@ -181,10 +177,6 @@ def gated_norm_backward(
 
     Where z has more heads than gates, nothing is written to theirs in dz, which may hold anything.
     """
-    return compiled(_run_backward, interpret, static=4)(eps, activation, again, interpret, o, z, weight, dy)
-
-
-def _run_backward(eps, activation, again, interpret, o, z, weight, dy):
     V, ctas = o.shape[1], _blocks(o.size)[1]
     gates = _in_blocks(z, V)
     results = launch(
@@ -197,8 +189,6 @@ def _run_backward(eps, activation, again, interpret, o, z, weight, dy):
             "y": jax.ShapeDtypeStruct(o.shape, o.dtype) if again else None,
             "dw": jax.ShapeDtypeStruct((ctas, BLOCK // V, V), jnp.float32),
         },
-        memory={},
-        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

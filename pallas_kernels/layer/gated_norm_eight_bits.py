@@ -11,15 +11,15 @@ Grid, shared memory, numerics and hardware: those of `eight_bits`; a tile is one
 Limits: `check_supported`.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device import lanes
+from pallas_kernels.device.lanes import spread
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, LAYOUT, TOKENS, load, start
@@ -34,7 +34,7 @@ WIDTH = 2 * COLUMNS
 """Entries of a head."""
 
 
-def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(o: Shaped) -> str | None:
     """Why the kernel cannot take outputs of the rule [B, T, H, V]; None if it can."""
     if o.dtype not in (jnp.bfloat16, jnp.float16):
         return f"o is {jnp.dtype(o.dtype).name}; the kernel takes bfloat16 and float16"
@@ -48,6 +48,7 @@ def check_supported(o: jax.ShapeDtypeStruct | jax.Array) -> str | None:
     )
 
 
+@kernel("dtype", "eps", "activation")
 def gated_norm_eight_bits(
     o: Float[Array, "T F"],
     z: Float[Array, "T C"],
@@ -71,25 +72,13 @@ def gated_norm_eight_bits(
       activation: one of `ACTIVATIONS`.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run, interpret, 4)(eps, activation, interpret, jnp.dtype(dtype), o, z, weight, scale)
-
-
-def _run(eps, activation, interpret, dtype, o, z, weight, scale):
     F, others = o.shape[1], z.shape[1] - o.shape[1]
     f = ACTIVATIONS[activation].value
 
     def source(gmem):
         # A thread has the same columns in every tile.
         halves = [gmem.w.at[pl.ds(i * COLUMNS, COLUMNS)] for i in (0, 1)]
-        w = [
-            plgpu.layout_cast(
-                lax.broadcast_in_dim(
-                    plgpu.load(half, layout=LAYOUT.reduce(0), optimized=False), (TOKENS, COLUMNS), [1]
-                ),
-                LAYOUT,
-            )
-            for half in halves
-        ]
+        w = [spread(lanes.load(half, LAYOUT.reduce(0)), (TOKENS, COLUMNS), 1, LAYOUT) for half in halves]
 
         def read(tokens, column):
             first = [2 * column + i * COLUMNS for i in (0, 1)]
@@ -100,7 +89,7 @@ def _run(eps, activation, interpret, dtype, o, z, weight, scale):
             *heads, z0, z1 = (x.astype(jnp.float32) for x in arrays)
             square = sum(jnp.sum(x * x, axis=1) for x in heads)
             factor = lax.rsqrt(square / WIDTH + eps)
-            factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, (TOKENS, COLUMNS), [0]), LAYOUT)
+            factor = spread(factor, (TOKENS, COLUMNS), 0, LAYOUT)
             parts = zip(heads, w, (z0, z1), strict=True)
             return [(x * factor * w * f(z, r.sigmoid(z))).astype(o.dtype) for x, w, z in parts]
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import Shaped, kernel, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.tiles import COLUMNS
@@ -36,7 +36,7 @@ WIDTHS = (COLUMNS, COLUMNS // 2)
 CTAS_PER_SM = 6
 
 
-def check_supported(u: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(u: Shaped) -> str | None:
     """Why the kernel cannot take exponentials [T, V]; None if it can."""
     if u.dtype != jnp.bfloat16:
         return f"x is {jnp.dtype(u.dtype).name}; the kernel takes bfloat16"
@@ -74,6 +74,7 @@ def _body(gmem: Any, smem: Any) -> None:
     r.walk(block, blocks, r.num_ctas(blocks, CTAS_PER_SM))
 
 
+@kernel()
 def logit_cotangents(
     u: Float[Array, "T V"],
     f: Float[Array, "tiles T"],
@@ -83,13 +84,8 @@ def logit_cotangents(
     interpret: Any = None,
 ) -> Float[Array, "T V"]:
     """dl of the module's docstring, for exponentials that `check_supported` accepts."""
-    return compiled(_run, interpret)(interpret, u, f, targets, b)
-
-
-def _run(interpret, u, f, targets, b):
     (T, V), inputs = u.shape, {"u": u, "f": f, "targets": targets.astype(jnp.int32), "b": b}
     ctas = r.num_ctas(u.size // math.prod(_block(T, V)), CTAS_PER_SM)
     outputs = {"dl": jax.ShapeDtypeStruct(u.shape, u.dtype)}
-    return launch(
-        "logit_cotangents", _body, inputs=inputs, outputs=outputs, memory={}, ctas=ctas, interpret=interpret
-    )["dl"]
+    options = dict(inputs=inputs, outputs=outputs, ctas=ctas, auto_barriers=True, interpret=interpret)
+    return launch("logit_cotangents", _body, **options)["dl"]

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -38,7 +38,7 @@ CTAS_PER_SM = 4
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(x: Shaped) -> str | None:
     """Why the kernels cannot take a stream [.., D]; None if they can."""
     width = x.shape[-1]
     if x.dtype not in DTYPES:
@@ -107,6 +107,7 @@ def _backward(gmem: Any, smem: Any, *, eps: float) -> None:
         r.store(gmem.dw.at[grid_index()], 0, dw)
 
 
+@kernel("eps", "dtype", "keep")
 def add_norm(
     x: Float[Array, "N D"],
     y: Float[Array, "N D"] | None,
@@ -129,10 +130,6 @@ def add_norm(
         weight, where it needs the norm's result too, the factors of the rows [N] in float32.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=4)(eps, dtype, keep, interpret, x, y, weight)
-
-
-def _run_forward(eps, dtype, keep, interpret, x, y, weight):
     N, D = x.shape
     unit = keep and weight is None
     narrows = keep and not unit and jnp.dtype(dtype).itemsize < x.dtype.itemsize
@@ -146,8 +143,6 @@ def _run_forward(eps, dtype, keep, interpret, x, y, weight):
             "kept": jax.ShapeDtypeStruct(x.shape, dtype) if narrows else None,
             "n": jax.ShapeDtypeStruct(x.shape, dtype),
         },
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(N, D)[1],
         interpret=interpret,
     )
@@ -155,6 +150,7 @@ def _run_forward(eps, dtype, keep, interpret, x, y, weight):
     return (s, n, results["r"] if unit else results.get("kept", s)) if keep else (s, n)
 
 
+@kernel("eps", "x_dtype", "y_dtype")
 def add_norm_backward(
     s: Float[Array, "N D"],
     weight: Float[Array, " D"] | None,
@@ -179,12 +175,6 @@ def add_norm_backward(
     Returns:
       dx in the stream's dtype, the same in y_dtype, and dweight in float32, None without a weight.
     """
-    return compiled(_run_backward, interpret, static=4)(
-        eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors
-    )
-
-
-def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors):
     N, D = s.shape
     ctas, separate = _blocks(N, D)[1], y_dtype is not None and y_dtype != x_dtype
     sums = jax.ShapeDtypeStruct((ctas, r.rows_at_once(D, N), D), jnp.float32)
@@ -204,8 +194,6 @@ def _run_backward(eps, x_dtype, y_dtype, interpret, s, weight, ds, dn, factors):
             "dy": jax.ShapeDtypeStruct(s.shape, y_dtype) if separate else None,
             "dw": sums if weight is not None else None,
         },
-        memory={},
-        auto_barriers=False,
         ctas=ctas,
         interpret=interpret,
     )

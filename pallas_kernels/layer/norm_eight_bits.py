@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.eight_bits import BELOW
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch
 from pallas_kernels.device.memory import Buffer, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
@@ -53,7 +53,7 @@ SKEW = 16
 NARROW = (jnp.bfloat16, jnp.float16)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, dtype: DTypeLike) -> str | None:
+def check_supported(x: Shaped, dtype: DTypeLike) -> str | None:
     """Why the kernels cannot take a stream [.., D] whose norm has a dtype; None if they can."""
     if jnp.dtype(dtype) not in NARROW:
         return f"the norm is {jnp.dtype(dtype).name}; the kernel makes bfloat16 and float16"
@@ -173,7 +173,7 @@ def _backward(gmem: Any, smem: Any, *, interpreted: bool) -> None:
 
 
 def _launch(name: str, body: Callable[..., None], inputs: dict, outputs: dict, codes: Any, interpret: Any):
-    (N, D), dtype = codes
+    (N, D), dtype = codes[0], jnp.dtype(codes[1])
     return launch(
         name,
         functools.partial(body, interpreted=interpret is not None),
@@ -182,11 +182,11 @@ def _launch(name: str, body: Callable[..., None], inputs: dict, outputs: dict, c
         | {"x8": jax.ShapeDtypeStruct((N, D), dtype), "x8_t": jax.ShapeDtypeStruct((D, N), dtype)},
         memory={"codes": Buffer((TOKENS, D + SKEW), dtype)},
         ctas=_blocks(N)[1],
-        auto_barriers=False,
         interpret=interpret,
     )
 
 
+@kernel("eps", "dtype", "scale", "codes")
 def add_norm_eight_bits(
     x: Float[Array, "N D"],
     y: Float[Array, "N D"] | None,
@@ -211,10 +211,6 @@ def add_norm_eight_bits(
     Returns:
       s, n, the factors r of the rows, and the codes by rows and by columns.
     """
-    return compiled(_run_forward, interpret, static=5)(eps, dtype, scale, jnp.dtype(codes), interpret, x, y)
-
-
-def _run_forward(eps, dtype, scale, codes, interpret, x, y):
     found = _launch(
         "add_norm_eight_bits",
         functools.partial(_forward, eps=eps, scale=scale),
@@ -231,6 +227,7 @@ def _run_forward(eps, dtype, scale, codes, interpret, x, y):
     return found.get("s", x), found["n"], found["r"], (found["x8"], found["x8_t"])
 
 
+@kernel("x_dtype", "codes")
 def add_norm_eight_bits_backward(
     n: Float[Array, "N D"],
     factors: Float[Array, " N"],
@@ -253,12 +250,6 @@ def add_norm_eight_bits_backward(
       codes: dtype of the codes.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_backward, interpret, static=3)(
-        jnp.dtype(x_dtype), jnp.dtype(codes), interpret, n, factors, ds, dn, scale
-    )
-
-
-def _run_backward(x_dtype, codes, interpret, n, factors, ds, dn, scale):
     scaling = {"scale": scale.astype(jnp.float32).reshape(1), "left": left(scale, codes, n.dtype)}
     found = _launch(
         "add_norm_eight_bits_backward",

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import lanes
 from pallas_kernels.device.launch import grid_index, num_sms
 from pallas_kernels.device.memory import store_any
 
@@ -84,7 +85,7 @@ def load_along(ref, rows: int) -> jax.Array:
     """A global vector [width] as float32, repeated for every row."""
     width = ref.shape[0]
     x = plgpu.load(ref, layout=layout(width, rows).reduce(0), optimized=False).astype(jnp.float32)
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, width), [1]), layout(width, rows))
+    return lanes.spread(x, (rows, width), 1, layout(width, rows))
 
 
 def store(ref, first, x: jax.Array) -> None:
@@ -104,7 +105,7 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 def spread(x: jax.Array, width: int) -> jax.Array:
     """[rows] repeated along rows of a width."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout(width, x.shape[0]))
+    return lanes.spread(x, (len(x), width), 0, layout(width, len(x)))
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms
 from pallas_kernels.device.layouts import L2NORM_EPS
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
@@ -106,9 +106,7 @@ def even_strip(T: int, walks: int, at_once: int, multiple: int) -> int:
     return min(strips, key=time)
 
 
-def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array, heads: int, width: int
-) -> str | None:
+def check_supported(x: Shaped, weight: Shaped, heads: int, width: int) -> str | None:
     """Why the kernels cannot take a convolution; None if they can.
 
     Args:
@@ -324,6 +322,7 @@ def _backward(gmem: Any, smem: Any, *, config: Config, normalize: bool, device: 
     strip.of_parts(walk, normalize)
 
 
+@kernel("heads", "width", "normalize", "config")
 def short_conv(
     x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
@@ -332,7 +331,7 @@ def short_conv(
     heads: int,
     width: int,
     normalize: bool = True,
-    config: Config | None = None,
+    config: Config = FORWARD,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T Dv"]]:
     """q, k and v = silu(conv(x)), the heads of q and k of unit length if `normalize`.
@@ -342,28 +341,9 @@ def short_conv(
       weight: filters, oldest tap first.
       fresh: not 0 at the first token of each segment of a row; None: every row is one.
       heads, width: of q and of k.
-      config: None for the default.
+      config: how the work is cut.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run_forward, interpret, static=5)(
-        heads, width, normalize, config or FORWARD, interpret, x, weight, fresh
-    )
-
-
-def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inputs that both kernels take, and how they are launched."""
-    B, T, _ = x.shape
-    D = weight.shape[0]
-    inputs = {
-        "x": x.reshape(B, T, -1, width),
-        "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
-        "fresh": None if fresh is None else fresh.astype(jnp.int32),
-    }
-    ctas = B * -(-T // config.strip) * (D // width // HEADS)
-    return inputs, {"memory": {}, "ctas": ctas, "auto_barriers": False}
-
-
-def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
     B, T, D = *x.shape[:2], weight.shape[0]
     inputs, options = _shared(width, config, x, weight, fresh)
     key = jax.ShapeDtypeStruct((B, T, heads, width), x.dtype)
@@ -376,6 +356,20 @@ def _run_forward(heads, width, normalize, config, interpret, x, weight, fresh):
     return results["q"], results["k"], results["v"].reshape(B, T, -1)
 
 
+def _shared(width, config, x, weight, fresh) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs that both kernels take, and how they are launched."""
+    B, T, _ = x.shape
+    D = weight.shape[0]
+    inputs = {
+        "x": x.reshape(B, T, -1, width),
+        "w": weight.astype(jnp.float32).T.reshape(WIDTH, D // width, width),
+        "fresh": None if fresh is None else fresh.astype(jnp.int32),
+    }
+    ctas = B * -(-T // config.strip) * (D // width // HEADS)
+    return inputs, {"ctas": ctas}
+
+
+@kernel("normalize", "config")
 def short_conv_backward(
     x: Float[Array, "B T C"],
     weight: Float[Array, "D W"],
@@ -397,12 +391,6 @@ def short_conv_backward(
       dothers: where x has other channels, an array like x with what dx shall hold for them. The rest of it may hold
         anything.
     """
-    return compiled(_run_backward, interpret, static=3)(
-        normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers
-    )
-
-
-def _run_backward(normalize, config, interpret, x, weight, fresh, dq, dk, dv, dothers):
     B, T, D = *x.shape[:2], weight.shape[0]
     width = dq.shape[-1]
     config = config or backward_config(B, T, D // width, fresh is not None)

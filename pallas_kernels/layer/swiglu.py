@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import Shaped, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
@@ -48,7 +48,7 @@ _LAYOUT = plgpu.Layout.TILED(
 """Layout of groups [BLOCK / GROUP, GROUP]: a row to two neighbouring threads."""
 
 
-def check_supported(h: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(h: Shaped) -> str | None:
     """Why the kernels cannot make an array h [.., F]; None if they can."""
     if h.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(h.dtype).name}; the kernel takes bfloat16 and float16"
@@ -92,44 +92,34 @@ def _backward(gmem: Any, smem: Any) -> None:
     r.walk(block, *_blocks(gmem.dh.shape[0] * GROUP))
 
 
+@kernel()
 def swiglu(ab: Float[Array, " N2"], *, interpret: Any = None) -> Float[Array, " N"]:
     """silu(a) b in ab's dtype; for results that `check_supported` accepts."""
-    return compiled(_run_forward, interpret)(interpret, ab)
-
-
-def _groups(size: int, *inner: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size // GROUP, *inner, GROUP), dtype)
-
-
-def _run_forward(interpret, ab):
     size = ab.size // 2
     return launch(
         "swiglu",
         _forward,
         inputs={"ab": ab.reshape(-1, 2, GROUP)},
         outputs={"h": _groups(size, dtype=ab.dtype)},
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(size)[1],
         interpret=interpret,
     )["h"].reshape(-1)
 
 
+def _groups(size: int, *inner: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size // GROUP, *inner, GROUP), dtype)
+
+
+@kernel()
 def swiglu_backward(
     ab: Float[Array, " N2"], dh: Float[Array, " N"], *, interpret: Any = None
 ) -> Float[Array, " N2"]:
     """Gradient of <dh, silu(a) b> with respect to ab."""
-    return compiled(_run_backward, interpret)(interpret, ab, dh)
-
-
-def _run_backward(interpret, ab, dh):
     return launch(
         "swiglu_backward",
         _backward,
         inputs={"ab": ab.reshape(-1, 2, GROUP), "dh": dh.reshape(-1, GROUP)},
         outputs={"dab": _groups(dh.size, 2, dtype=ab.dtype)},
-        memory={},
-        auto_barriers=False,
         ctas=_blocks(dh.size)[1],
         interpret=interpret,
     )["dab"].reshape(-1)

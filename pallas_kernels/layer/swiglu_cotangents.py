@@ -24,13 +24,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import tiles
+from pallas_kernels.layer.operand_ring import roles
 from pallas_kernels.layer.swiglu_product import GROUP, silu_parts
-from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, TILE_ROWS, Config, Cta
+from pallas_kernels.layer.tiles import COLUMNS, DEPTH, TILE_ROWS, Config, Cta
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -47,7 +48,7 @@ CONFIG = Config()
 """Default, found like that of `layer.swiglu_product`. A lead costs 2 % here."""
 
 
-def check_supported(dy: jax.ShapeDtypeStruct | jax.Array, F: int) -> str | None:
+def check_supported(dy: Shaped, F: int) -> str | None:
     """Why the kernel cannot make cotangents of branches of F columns from dy [.., D]; None if it can."""
     reason = tiles.check_supported(dy)
     if reason is not None:
@@ -92,7 +93,7 @@ def _store(cta: Cta, i, row, column, dh) -> None:
     """Writes the cotangents of a tile's branches over the branches, and from there to memory."""
     gmem, first = cta.gmem, i * cta.steps + cta.depth_steps
     for n in range(_STEPS):
-        slot = cta.wait(first + n)
+        slot = cta.ring.filled(first + n)
         parts = [cta.smem.ring.at[slot, cta.own_rows(part * TILE_ROWS)] for part in range(len(_pieces(n)))]
         for piece, part in zip(_pieces(n), parts, strict=True):
             a, b, gate = silu_parts(cta.dev, plgpu.load(part, layout=WGMMA))
@@ -108,7 +109,7 @@ def _store(cta: Cta, i, row, column, dh) -> None:
             plgpu.copy_smem_to_gmem(part, destination, commit_group=piece == _pieces(n)[-1])
         if n:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            cta.release(first + n - 1)
+            cta.ring.release(first + n - 1)
 
 
 def _release_last(cta: Cta, i) -> None:
@@ -117,55 +118,46 @@ def _release_last(cta: Cta, i) -> None:
     @pl.when(i > 0)
     def _():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        cta.release(i * cta.steps - 1)
+        cta.ring.release(i * cta.steps - 1)
 
 
-def _multiply(cta: Cta) -> None:
-    """The role of a multiplying warpgroup."""
+def _work(cta: Cta) -> None:
+    """The roles of all warpgroups."""
     ring = cta.smem.ring
-
-    def operands(slot):
-        return ring.at[slot, cta.own_rows(0)], transposed(ring.at[slot, TILE_ROWS : _PARTS * TILE_ROWS])
-
-    finish, release = functools.partial(_store, cta), functools.partial(_release_last, cta)
-    tiles.multiply_tiles(cta, operands, finish, release)
-    release(cta.tiles)
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    (M, D), F = gmem.dy.shape, gmem.w.shape[0]
-    cta = Cta(gmem, smem, M=M, N=F, D=D, more_steps=_STEPS, **static)
 
     def load():
         tiles.load_tiles(cta, functools.partial(_load, cta), functools.partial(_load_branches, cta))
 
-    pl.when(cta.wg == 2)(load)
-    pl.when(cta.wg < 2)(lambda: _multiply(cta))
+    def operands(slot):
+        return ring.at[slot, cta.own_rows(0)], transposed(ring.at[slot, TILE_ROWS : _PARTS * TILE_ROWS])
+
+    def multiply():
+        finish, release = functools.partial(_store, cta), functools.partial(_release_last, cta)
+        tiles.multiply_tiles(cta, operands, finish, release)
+        release(cta.tiles)
+        plgpu.wait_smem_to_gmem(0)
+
+    roles(cta.wg, 2, load, multiply)
 
 
+@kernel("config")
 def swiglu_cotangents(
     dy: Float[Array, "M D"],
     weight: Float[Array, "F D"],
     ab: Float[Array, "M F2"],
     *,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> Float[Array, "M F2"]:
     """Gradient of <dy, h W> with respect to ab, h = silu(a) b, where `check_supported` says so."""
-    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, dy, weight, ab)
-
-
-def _run(config, interpret, dy, weight, ab):
-    return launch(
+    return tiles.start(
         "swiglu_cotangents",
-        functools.partial(_body, config=config, interpreted=interpret is not None),
+        _work,
+        (dy.shape[0], *weight.shape),
         inputs={"dy": dy, "w": weight, "ab": ab},
         outputs={"dab": jax.ShapeDtypeStruct(ab.shape, ab.dtype)},
         memory=_memory(config, dy.dtype),
-        auto_barriers=False,
-        ctas=tiles.num_clusters(config, dy.shape[0], weight.shape[0]),
-        cluster=CLUSTER_CTAS,
-        warpgroups=3,
+        config=config,
+        more_steps=_STEPS,
         interpret=interpret,
     )["dab"]

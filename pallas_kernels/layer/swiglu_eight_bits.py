@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled
+from pallas_kernels.device.launch import kernel
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.eight_bits import COLUMNS, load, start
@@ -30,15 +30,12 @@ def _branches(gmem, tokens, column):
     return (load(gmem.ab, tokens, pl.ds(2 * column + i * COLUMNS, COLUMNS)) for i in (0, 1))
 
 
+@kernel("dtype")
 def swiglu(
     ab: Float[Array, "T F2"], scale: Float[Array, ""], dtype: DTypeLike, *, interpret=None
 ) -> tuple[Float[Array, "T F"], Float[Array, "F T"], Float[Array, ""]]:
     """silu(a) b in 8 bits, by rows and by columns, for branches that `eight_bits.check_supported` accepts, and how
     many numbers are saturated."""
-    return compiled(_run_forward, interpret, 2)(interpret, jnp.dtype(dtype), ab, scale)
-
-
-def _run_forward(interpret, dtype, ab, scale):
     F = ab.shape[1] // 2
 
     def source(gmem):
@@ -55,6 +52,7 @@ def _run_forward(interpret, dtype, ab, scale):
     return start("swiglu_eight_bits", source, {"ab": ab}, scale, dtype, **options)
 
 
+@kernel("dtype")
 def swiglu_backward(
     ab: Float[Array, "T F2"],
     dh: Float[Array, "T F"],
@@ -65,10 +63,6 @@ def swiglu_backward(
 ) -> tuple[Float[Array, "T F2"], Float[Array, "F2 T"], Float[Array, ""]]:
     """Gradient of <dh, silu(a) b> with respect to ab in 8 bits, by rows and by columns, and how many numbers are
     saturated."""
-    return compiled(_run_backward, interpret, 2)(interpret, jnp.dtype(dtype), ab, dh, scale)
-
-
-def _run_backward(interpret, dtype, ab, dh, scale):
     F = dh.shape[1]
 
     def source(gmem):

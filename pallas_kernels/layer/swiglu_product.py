@@ -22,13 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.layouts import WGMMA
 from pallas_kernels.device.memory import Buffer, Memory
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import tiles
-from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
+from pallas_kernels.layer.tiles import COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -42,7 +42,7 @@ CONFIG = Config(lead=2)
 """Default: the fastest of those in docs/log/training.md (H200, 2026-11-23, 65,536 rows, D = 1024, F = 2752)."""
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, F: int) -> str | None:
+def check_supported(x: Shaped, F: int) -> str | None:
     """Why the kernel cannot make branches of F columns of x [.., D]; None if it can."""
     reason = tiles.check_supported(x)
     if reason is not None:
@@ -94,38 +94,27 @@ def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return cta.smem.x.at[slot, cta.own_rows(0)], cta.smem.w.at[slot]
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    (M, D), N = gmem.x.shape, gmem.w.shape[1]
-    cta = Cta(gmem, smem, M=M, N=N, D=D, **static)
-    tiles.work(cta, _load, _operands, _store)
-
-
+@kernel("config")
 def swiglu_product(
     x: Float[Array, "M D"],
     weight: Float[Array, "D F2"],
     *,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> tuple[Float[Array, "M F2"], Float[Array, "M F"]]:
     """ab = x W and h = silu(a) b, in x's dtype, where `check_supported` says so."""
-    return compiled(_run, interpret, static=2)(config or CONFIG, interpret, x, weight)
-
-
-def _run(config, interpret, x, weight):
-    M, N = x.shape[0], weight.shape[1]
-    results = launch(
+    (M, D), N = x.shape, weight.shape[1]
+    results = tiles.start(
         "swiglu_product",
-        functools.partial(_body, config=config, interpreted=interpret is not None),
+        functools.partial(tiles.work, load=_load, operands=_operands, finish=_store),
+        (M, N, D),
         inputs={"x": x, "w": weight},
         outputs={
             "ab": jax.ShapeDtypeStruct((M, N), x.dtype),
             "h": jax.ShapeDtypeStruct((M, N // 2), x.dtype),
         },
         memory=_memory(config, x.dtype),
-        auto_barriers=False,
-        ctas=tiles.num_clusters(config, M, N),
-        cluster=CLUSTER_CTAS,
-        warpgroups=3,
+        config=config,
         interpret=interpret,
     )
     return results["ab"], results["h"]

@@ -37,19 +37,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.launch import (
-    check_registers,
-    cluster_index,
-    grid_index,
-    num_sms,
-    release_registers,
-    warpgroup_index,
-)
+from pallas_kernels.device.launch import Shaped, cluster_index, grid_index, launch, num_sms, warpgroup_index
 from pallas_kernels.device.memory import CLUSTER, Barriers, Memory
 from pallas_kernels.device.operations import Device
-
-ROWS = 64
-"""Rows of a tile that a warpgroup multiplies."""
+from pallas_kernels.layer.operand_ring import DEPTH, ROWS, Ring, roles
 
 TILE_ROWS = 2 * ROWS
 """Rows of a CTA's tile."""
@@ -57,14 +48,7 @@ TILE_ROWS = 2 * ROWS
 COLUMNS = 256
 """Columns of a tile: as many as a wgmma takes, so that operands are read least often."""
 
-DEPTH = 64
-"""Numbers of the sum in a slot: 128 bytes, over which rows are swizzled."""
-
 CLUSTER_CTAS = 2
-
-LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
-
-check_registers(LOADING_REGISTERS, MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +68,7 @@ class Config:
         assert 0 <= self.lead < self.stages, f"lead {self.lead} of {self.stages} stages"
 
 
-def check_supported(a: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+def check_supported(a: Shaped) -> str | None:
     """Why the left matrix [.., M, D] of a product cannot be taken; None if it can."""
     M, D = a.size // a.shape[-1], a.shape[-1]
     if a.dtype not in (jnp.bfloat16, jnp.float16):
@@ -144,8 +128,7 @@ class Cta:
         parts: int = 1,
     ):
         self.gmem, self.smem, self.config = gmem, smem, config
-        self.dev = Device(interpreted)
-        self.wg = warpgroup_index()
+        self.dev, self.ring, self.wg = Device(interpreted), Ring(smem, config.stages), warpgroup_index()
         self.clusters = num_clusters(config, M, N, parts)
         self.rows, self.columns = pl.cdiv(M, CLUSTER_CTAS * TILE_ROWS), pl.cdiv(N, COLUMNS)
         """Tiles along the rows, and along the columns."""
@@ -184,19 +167,34 @@ class Cta:
         """The rows of this warpgroup in an array that begins with the first row of its CTA's tile."""
         return pl.ds(first + self.wg * ROWS, ROWS)
 
-    def slot(self, step) -> jax.Array:
-        """The place of a step's operands."""
-        return lax.rem(step, self.config.stages)
 
-    def release(self, step) -> None:
-        """Tells both CTAs that this warpgroup is done with the slot of a step."""
-        plgpu.barrier_arrive(self.smem.empty.at[self.slot(step)])
+def start(
+    name: str,
+    work: Callable[[Cta], None],
+    sizes: tuple[int, ...],
+    *,
+    config: Config,
+    interpret: Any,
+    parts: int = 1,
+    more_steps: int = 0,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """Launches a kernel over the tiles of a product.
 
-    def wait(self, step) -> jax.Array:
-        """Waits until the slot of a step is full, and returns it."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self.smem.full.at[slot])
-        return slot
+    Args:
+      work: all roles of a CTA, such as `work` with functions of the kernel.
+      sizes: M, N and D of the product.
+      config, parts, more_steps: of the `Cta`.
+      name, interpret, options: of `launch`.
+    """
+    M, N, D = sizes
+    static: dict[str, Any] = dict(M=M, N=N, D=D, config=config, parts=parts, more_steps=more_steps)
+
+    def body(gmem, smem):
+        work(Cta(gmem, smem, interpreted=interpret is not None, **static))
+
+    ctas = num_clusters(config, M, N, parts)
+    return launch(name, body, ctas=ctas, cluster=CLUSTER_CTAS, warpgroups=3, interpret=interpret, **options)
 
 
 def copy_shared(source: Any, destination: Any, barrier: Any) -> None:
@@ -212,36 +210,30 @@ def load_tiles(cta: Cta, load: Callable, load_more: Callable | None = None) -> N
         this row and this column.
       load_more: load_more(row, column, n, slot), those of the n-th step after them.
     """
-    release_registers(LOADING_REGISTERS, 3)
-    empty, stages = cta.smem.empty, cta.config.stages
-
-    def free(step):
-        slot = cta.slot(step)
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        return slot
+    ring = cta.ring
 
     def tile(i, _):
         place, first, depth = cta.place(i), i * cta.steps, cta.first_depth(i)
 
         def step(k, _):
-            load(*place, depth + k * DEPTH, free(first + k))
+            load(*place, depth + k * DEPTH, ring.free(first + k)[0])
             return ()
 
         lax.fori_loop(0, cta.depth_steps, step, ())
         for n in range(cta.more_steps):
             assert load_more is not None
-            load_more(*place, n, free(first + cta.depth_steps + n))
+            load_more(*place, n, ring.free(first + cta.depth_steps + n)[0])
         return ()
 
     lax.fori_loop(0, cta.tiles, tile, ())
 
     # No CTA may end while the other one copies into its memory or arrives on its barriers.
     def last(step, _):
-        plgpu.barrier_wait(empty.at[cta.slot(step)])
+        plgpu.barrier_wait(ring.empty.at[ring.slot(step)])
         return ()
 
     steps = cta.tiles * cta.steps
-    lax.fori_loop(jnp.maximum(steps - stages, 0), steps, last, ())
+    lax.fori_loop(jnp.maximum(steps - ring.stages, 0), steps, last, ())
 
 
 def work(cta: Cta, load: Callable, operands: Callable, finish: Callable) -> None:
@@ -255,8 +247,7 @@ def work(cta: Cta, load: Callable, operands: Callable, finish: Callable) -> None
         multiply_tiles(cta, functools.partial(operands, cta), functools.partial(finish, cta))
         plgpu.wait_smem_to_gmem(0)
 
-    pl.when(cta.wg == 2)(lambda: load_tiles(cta, functools.partial(load, cta)))
-    pl.when(cta.wg < 2)(multiply)
+    roles(cta.wg, 2, lambda: load_tiles(cta, functools.partial(load, cta)), multiply)
 
 
 def multiply_tiles(
@@ -270,7 +261,6 @@ def multiply_tiles(
         float32.
       in_first_step: in_first_step(i) is called beside the first products of the i-th tile.
     """
-    plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
     smem, lead = cta.smem, cta.lead
 
     def product(i, acc):
@@ -278,24 +268,17 @@ def multiply_tiles(
         if lead:
             pl.when(cta.wg == 1)(lambda: plgpu.barrier_wait(smem.turn))
 
-        def step(k, carry):
-            cta.dev.issue(acc, *operands(cta.wait(first + k)))
+        def issue(k, slot):
+            cta.dev.issue(acc, *operands(slot))
             if lead:
                 pl.when((cta.wg == 0) & (k == lead - 1))(lambda: plgpu.barrier_arrive(smem.turn))
             if in_first_step is not None:
                 pl.when(k == 0)(lambda: in_first_step(i))
-            cta.dev.finish(1)
-            pl.when(k > 0)(lambda: cta.release(first + k - 1))
-            return carry
 
-        lax.fori_loop(0, cta.depth_steps, step, ())
-        cta.dev.finish(0)
-        x = cta.dev.collect(acc)
-        cta.release(first + cta.depth_steps - 1)
-        return x
+        return cta.ring.sums(cta.dev, first, cta.depth_steps, [acc], issue)
 
     def tile(i, _):
-        x = pl.run_scoped(lambda acc: product(i, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
+        (x,) = pl.run_scoped(lambda acc: product(i, acc), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
         finish(i, *cta.place(i), x)
         return ()
 

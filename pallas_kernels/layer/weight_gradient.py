@@ -22,11 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.launch import compiled, launch
+from pallas_kernels.device.launch import Shaped, kernel
 from pallas_kernels.device.memory import Buffer, Memory, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import tiles
-from pallas_kernels.layer.tiles import CLUSTER_CTAS, COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
+from pallas_kernels.layer.operand_ring import store
+from pallas_kernels.layer.tiles import COLUMNS, DEPTH, ROWS, TILE_ROWS, Config, Cta
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -58,7 +59,7 @@ def num_parts(T: int, M: int, N: int) -> int | None:
     return None
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, N: int) -> str | None:
+def check_supported(x: Shaped, N: int) -> str | None:
     """Why the kernel cannot make the gradient of weights from inputs x [T, M] to N channels; None if it can."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x is {jnp.dtype(x.dtype).name}; the kernel takes bfloat16 and float16"
@@ -87,30 +88,21 @@ def _load(cta: Cta, row, column, depth, slot) -> None:
 
 def _store(cta: Cta, i, row, column, dw) -> None:
     """Writes a tile."""
-    out, part = cta.smem.out.at[cta.wg], cta.gmem.dw.at[cta.part(i)]
-    for first in range(0, COLUMNS, OUT):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = dw[:, first : first + OUT]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, part.at[cta.own_rows(row), pl.ds(column + first, OUT)])
+    part = cta.gmem.dw.at[cta.part(i)]
+    store(cta.smem.out.at[cta.wg], dw, lambda at: part.at[cta.own_rows(row), pl.ds(column + at, OUT)])
 
 
 def _operands(cta: Cta, slot) -> tuple[Any, Any]:
     return transposed(cta.smem.x.at[slot, :, cta.own_rows(0)]), cta.smem.dy.at[slot]
 
 
-def _body(gmem: Any, smem: Any, **static: Any) -> None:
-    (T, M), (parts, _, N) = gmem.x.shape, gmem.dw.shape
-    cta = Cta(gmem, smem, M=M, N=N, D=T, parts=parts, **static)
-    tiles.work(cta, _load, _operands, _store)
-
-
+@kernel("parts", "config")
 def weight_gradient(
     x: Float[Array, "T M"],
     dy: Float[Array, "T N"],
     *,
     parts: int,
-    config: Config | None = None,
+    config: Config = CONFIG,
     interpret: Any = None,
 ) -> Float[Array, "M N"]:
     """x^T dy in float32, where `check_supported` says so.
@@ -118,21 +110,16 @@ def weight_gradient(
     Args:
       parts: of `num_parts`.
     """
-    return compiled(_run, interpret, static=3)(config or CONFIG, parts, interpret, x, dy)
-
-
-def _run(config, parts, interpret, x, dy):
-    M, N = x.shape[1], dy.shape[1]
-    results = launch(
+    (T, M), N = x.shape, dy.shape[1]
+    results = tiles.start(
         "weight_gradient",
-        functools.partial(_body, config=config, interpreted=interpret is not None),
+        functools.partial(tiles.work, load=_load, operands=_operands, finish=_store),
+        (M, N, T),
         inputs={"x": x, "dy": dy},
         outputs={"dw": jax.ShapeDtypeStruct((parts, M, N), jnp.float32)},
         memory=_memory(config, x.dtype),
-        auto_barriers=False,
-        ctas=tiles.num_clusters(config, M, N, parts),
-        cluster=CLUSTER_CTAS,
-        warpgroups=3,
+        config=config,
+        parts=parts,
         interpret=interpret,
     )
     return jnp.sum(results["dw"], axis=0)

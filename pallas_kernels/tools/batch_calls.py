@@ -7,15 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.attention_rows import attention_rows
-from pallas_kernels.layer.cached_heads import Norms, Rotation, cached_heads
 from pallas_kernels.layer.expert_gradient import expert_gradient
 from pallas_kernels.layer.expert_product import Config as ExpertConfig
 from pallas_kernels.layer.expert_product import expert_product
-from pallas_kernels.layer.expert_swiglu import Config as SwigluConfig
-from pallas_kernels.layer.expert_swiglu import expert_swiglu
-from pallas_kernels.layer.expert_tiles import expert_tiles
-from pallas_kernels.layer.parts_norm import parts_norm
+from pallas_kernels.rows.attention_rows import attention_rows
+from pallas_kernels.rows.cached_heads import Norms, Rotation, cached_heads
+from pallas_kernels.rows.expert_swiglu import Config as SwigluConfig
+from pallas_kernels.rows.expert_swiglu import expert_swiglu
+from pallas_kernels.rows.expert_tiles import expert_tiles
+from pallas_kernels.rows.parts_norm import parts_norm
 from pallas_kernels.tools.call import Call, call
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gdn_jax.shapes import Choice, RuleArrays
+from gdn_jax.shapes import RuleArrays
 from pallas_kernels.ampere import backward as mma_backward
 from pallas_kernels.ampere import rule as mma_rule
 from pallas_kernels.ampere import walk
@@ -23,23 +23,15 @@ from pallas_kernels.decode.conv_update import conv_update
 from pallas_kernels.decode.deferred import deferred
 from pallas_kernels.decode.drafts import drafts
 from pallas_kernels.decode.drafts_mma import drafts_mma
-from pallas_kernels.device.needs import Needs
 from pallas_kernels.forward import rule as forward
 from pallas_kernels.layer import gated_norm_eight_bits, norm_eight_bits, swiglu_eight_bits
-from pallas_kernels.layer.attention_rows import Parts
 from pallas_kernels.layer.channel_gates import channel_gates, channel_gates_backward
 from pallas_kernels.layer.cross_entropy import cross_entropy
-from pallas_kernels.layer.dense_stream import dense_stream
 from pallas_kernels.layer.eight_bits import eight_bits
 from pallas_kernels.layer.embedding import embedding_gradient
 from pallas_kernels.layer.gated_norm import gated_norm, gated_norm_backward
-from pallas_kernels.layer.latent_row import Places as LatentPlaces
-from pallas_kernels.layer.latent_row import latent_row
 from pallas_kernels.layer.logit_cotangents import logit_cotangents
 from pallas_kernels.layer.norm import add_norm, add_norm_backward
-from pallas_kernels.layer.routed_stream import routed_stream
-from pallas_kernels.layer.routing import choose
-from pallas_kernels.layer.row_product import attended_product, heads_product, stream_product
 from pallas_kernels.layer.short_conv import short_conv, short_conv_backward
 from pallas_kernels.layer.swiglu import swiglu, swiglu_backward
 from pallas_kernels.layer.swiglu_cotangents import swiglu_cotangents
@@ -51,23 +43,6 @@ from pallas_kernels.tools.channel_calls import channels_call, mma_channels_call
 from pallas_kernels.tools.serving_calls import channel_step_call, joined_call, ring_call, step_call
 from pallas_kernels.tools.token_calls import TOKEN_CALLS
 from pallas_kernels.work.slots import PoolStates, Slots
-
-
-def attended_call(o, largest, total, length, z, weight):
-    """Heads of softmax attention in parts, with gates."""
-    return attended_product(Parts(o, largest, total), length, z, weight, group=4)
-
-
-def routed_stream_call(x, y, norm, router, bias, gate_up, down, gate, up, shared_down):
-    """Norm, router, choice of the experts and the experts of one row."""
-    options = dict(choice=Choice(8, 8, 4, True, 2.5), eps=1e-6)
-    return routed_stream(x, y, norm, router, bias, gate_up, down, (gate, up, shared_down), **options)
-
-
-def softmax_stream_call(x, y, norm, router, gate_up, down, gate, up, shared_down, per_token):
-    """The same of a softmax, with a gate of the shared expert."""
-    options = dict(choice=Choice(per_token, 1, 1, True, 1.0, "softmax"), eps=1e-6)
-    return routed_stream(x, y, norm, router, None, gate_up, down, (gate, up, shared_down), **options)
 
 
 def rule_call(
@@ -327,96 +302,8 @@ CALLS: dict[str, Call] = {
         swiglu_cotangents, "bf16[4096,1024] bf16[2752,1024] bf16[4096,5504]"
     ),
     "gradient of weights": call(partial(weight_gradient, parts=3), "bf16[65536,1024] bf16[65536,5504]"),
-    "experts that a row chooses": call(
-        routed_stream_call,
-        "bf16[1,1536] bf16[1,1536] f32[1536] f32[128,1536] f32[128] bf16[128,1536,1024] bf16[128,512,1536] "
-        "bf16[1536,512] bf16[1536,512] bf16[512,1536]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "experts that a row chooses, qwen3.5-35b-a3b": call(
-        partial(softmax_stream_call, per_token=8),
-        "bf16[1,2048] bf16[1,2048] f32[2048] bf16[257,2048] bf16[256,2048,1024] bf16[256,512,2048] "
-        "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "experts that a row chooses, qwen3.5-122b-a10b": call(
-        partial(softmax_stream_call, per_token=8),
-        "bf16[1,3072] bf16[1,3072] f32[3072] bf16[257,3072] bf16[256,3072,2048] bf16[256,1024,3072] "
-        "bf16[3072,1024] bf16[3072,1024] bf16[1024,3072]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "experts that a row chooses, qwen3-next-80b-a3b": call(
-        partial(softmax_stream_call, per_token=10),
-        "bf16[1,2048] bf16[1,2048] f32[2048] bf16[513,2048] bf16[512,2048,1024] bf16[512,512,2048] "
-        "bf16[2048,512] bf16[2048,512] bf16[512,2048]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "second half of a row": call(
-        partial(dense_stream, eps=1e-6),
-        "bf16[1,1024] bf16[1,1024] f32[1024] bf16[7168,1024] bf16[3584,1024]",
-        Needs.MMA,
-    ),
-    "second half of a row, qwen3.5-4b": call(
-        partial(dense_stream, eps=1e-6),
-        "bf16[1,2560] bf16[32,2560] f32[2560] bf16[18432,2560] bf16[9216,2560]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "second half of a row, qwen3.5-4b, 8 bits": call(
-        partial(dense_stream, eps=1e-6),
-        "bf16[1,2560] bf16[32,2560] f32[2560] f8[18432,2560] f8[9216,2560] f32[3,72,20]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "second half of a row, qwen3.6-27b": call(
-        partial(dense_stream, eps=1e-6),
-        "bf16[1,5120] bf16[1,5120] f32[5120] bf16[34816,5120] bf16[17408,5120]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "second half of a row, qwen3.6-27b, 8 bits": call(
-        partial(dense_stream, eps=1e-6),
-        "bf16[1,5120] bf16[1,5120] f32[5120] f8[34816,5120] f8[17408,5120] f32[3,136,40]",
-        Needs.TMA | Needs.LARGE,
-    ),
     **BATCH_CALLS,
-    "row of a stream, qwen3.5-4b, 8 bits": call(
-        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
-        "f32[1,2560] bf16[1,2560] f32[2560] f8[12288,2560] f32[96,2560]",
-        Needs.TMA,
-    ),
-    "row of a stream, qwen3.6-27b, 8 bits": call(
-        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
-        "f32[1,5120] bf16[1,5120] f32[5120] f8[16384,5120] f32[128,5120]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "row of a stream": call(
-        partial(stream_product, eps=1e-6, dtype=jnp.bfloat16),
-        "f32[1,1536] bf16[1,1536] f32[1536] bf16[10368,1536]",
-    ),
-    "row of heads, qwen3.5-4b, 8 bits": call(
-        partial(heads_product, eps=1e-6, activation="silu", dtype=jnp.bfloat16),
-        "f32[32,128] bf16[96,128] f32[128] f8[2560,4096] f32[20,4096]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "row of heads, qwen3.6-27b, 8 bits": call(
-        partial(heads_product, eps=1e-6, activation="silu", dtype=jnp.bfloat16),
-        "f32[48,128] bf16[128,128] f32[128] f8[5120,6144] f32[40,6144]",
-        Needs.TMA | Needs.LARGE,
-    ),
-    "row of heads": call(
-        partial(heads_product, eps=1e-6, activation="sigmoid", dtype=jnp.bfloat16),
-        "bf16[16,128] bf16[81,128] f32[128] bf16[1536,2048]",
-    ),
-    "row of attended heads, qwen3.5-4b": call(
-        attended_call,
-        "f32[1,4,3,8,256] f32[1,4,3,8] f32[1,4,3,8] i32[1] bf16[40,256] bf16[2560,4096]",
-        Needs.TMA | Needs.LARGE,
-    ),
     **TOKEN_CALLS,
-    "latent attention of a row": call(
-        partial(latent_row, places=LatentPlaces(256, 832), scale=192**-0.5, eps=1e-6),
-        "bf16[1,848] bf16[1,9216] f32[512] f32[32] bf16[16,128,512] bf16[1,192,1,64] bf16[1,192,1,512] i32[1]",
-    ),
-    "routing": call(partial(choose, choice=Choice(8, 8, 4, True, 2.5)), "f32[1,128] f32[128]"),
-    "routing, 256 experts": call(partial(choose, choice=Choice(8, 1, 1, True, 2.5)), "f32[32,256] f32[256]"),
     "embedding": call(embedding_gradient, "f32[64,1024] i32[64] i32[33]"),
     "cross entropy": call(cross_entropy, "bf16[8192,1024] bf16[32768,1024] i32[8192]"),
     "cotangents of logits": call(logit_cotangents, "bf16[8192,32768] f32[128,8192] i32[8192] f32[8192]"),

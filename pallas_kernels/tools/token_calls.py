@@ -1,13 +1,22 @@
-"""Calls of the kernel that is a layer of the delta rule for one token of one row."""
+"""Calls of the kernels of a token of one row."""
 
 from functools import partial
 from typing import Any
 
-from gdn_jax.shapes import Convolution, LayerScales
+import jax.numpy as jnp
+
+from gdn_jax.shapes import Choice, Convolution, LayerScales
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.token.decays import ChannelDecay, HeadDecay
-from pallas_kernels.token.delta_layer import delta_layer
-from pallas_kernels.token.heads import Places, Rule
+from pallas_kernels.rows.attention_rows import Parts
+from pallas_kernels.rows.delta_decays import ChannelDecay, HeadDecay
+from pallas_kernels.rows.delta_heads import Places, Rule
+from pallas_kernels.rows.delta_layer import delta_layer
+from pallas_kernels.rows.dense_stream import dense_stream
+from pallas_kernels.rows.latent_row import Places as LatentPlaces
+from pallas_kernels.rows.latent_row import latent_row
+from pallas_kernels.rows.routed_stream import routed_stream
+from pallas_kernels.rows.routing import choose
+from pallas_kernels.rows.row_product import attended_product, heads_product, stream_product
 from pallas_kernels.tools.call import Call, call
 
 
@@ -53,7 +62,82 @@ def codes_layer_call(H: int, HV: int, D: int, K: int = 128) -> Call:
     return call(partial(delta_layer_call, places, rule, codes=True), arrays, Needs.TMA | Needs.LARGE)
 
 
+def experts_call(D: int, E: int, F: int, choice: Choice) -> Call:
+    """Norm, router, choice of the experts and the experts of one row, with a gate of the shared one if by softmax."""
+    router = f"f32[{E},{D}] f32[{E}]" if choice.scoring == "sigmoid" else f"bf16[{E + 1},{D}] -"
+    shared = f"bf16[{D},{F}] bf16[{D},{F}] bf16[{F},{D}]"
+
+    def run(x, y, norm, router, bias, gate_up, down, *shared):
+        arrays = x, y, norm, router, bias, gate_up, down, shared
+        return routed_stream(*arrays, choice=choice, eps=1e-6)
+
+    experts = f"bf16[{E},{D},{2 * F}] bf16[{E},{F},{D}]"
+    arrays = f"bf16[1,{D}] bf16[1,{D}] f32[{D}] {router} {experts} {shared}"
+    return call(run, arrays, Needs.TMA | Needs.LARGE)
+
+
+def dense_call(D: int, F: int, parts: int = 1, codes: bool = False, needs: Needs | None = None) -> Call:
+    """The second half of a layer with a SwiGLU, after a sum in parts, by numbers or by codes of 8 bits."""
+    dtype, scales = ("f8", f" f32[3,{F // 128},{D // 128}]") if codes else ("bf16", "")
+    weights = f"{dtype}[{2 * F},{D}] {dtype}[{F},{D}]{scales}"
+    arrays = f"bf16[1,{D}] bf16[{parts},{D}] f32[{D}] {weights}"
+    return call(partial(dense_stream, eps=1e-6), arrays, needs or Needs.TMA | Needs.LARGE)
+
+
+def stream_call(D: int, F: int, codes: bool = False, needs: Needs | None = None) -> Call:
+    """The norm of the stream times a matrix."""
+    weight = f"f8[{F},{D}] f32[{F // 128},{D}]" if codes else f"bf16[{F},{D}]"
+    product = partial(stream_product, eps=1e-6, dtype=jnp.bfloat16)
+    return call(product, f"f32[1,{D}] bf16[1,{D}] f32[{D}] {weight}", needs)
+
+
+def heads_call(H: int, G: int, D: int, activation: str = "silu", codes: bool = False) -> Call:
+    """The gated norm of H heads of 128 times a matrix, where the gates are the last of G heads."""
+    o, weight = f"bf16[{H},128]", f"bf16[{D},{H * 128}]"
+    if codes:
+        o, weight = f"f32[{H},128]", f"f8[{D},{H * 128}] f32[{D // 128},{H * 128}]"
+    product = partial(heads_product, eps=1e-6, activation=activation, dtype=jnp.bfloat16)
+    return call(product, f"{o} bf16[{G},128] f32[128] {weight}", Needs.TMA | Needs.LARGE if codes else None)
+
+
+def attended_call(o, largest, total, length, z, weight):
+    """Heads of softmax attention in parts, with gates."""
+    return attended_product(Parts(o, largest, total), length, z, weight, group=4)
+
+
+SIGMOID, SOFTMAX = Choice(8, 8, 4, True, 2.5), Choice(8, 1, 1, True, 1.0, "softmax")
+
 TOKEN_CALLS: dict[str, Call] = {
+    "experts that a row chooses": experts_call(1536, 128, 512, SIGMOID),
+    "experts that a row chooses, qwen3.5-35b-a3b": experts_call(2048, 256, 512, SOFTMAX),
+    "experts that a row chooses, qwen3.5-122b-a10b": experts_call(3072, 256, 1024, SOFTMAX),
+    "experts that a row chooses, qwen3-next-80b-a3b": experts_call(
+        2048, 512, 512, SOFTMAX._replace(per_token=10)
+    ),
+    "second half of a row": dense_call(1024, 3584, needs=Needs.MMA),
+    "second half of a row, qwen3.5-4b": dense_call(2560, 9216, 32),
+    "second half of a row, qwen3.5-4b, 8 bits": dense_call(2560, 9216, 32, codes=True),
+    "second half of a row, qwen3.6-27b": dense_call(5120, 17408),
+    "second half of a row, qwen3.6-27b, 8 bits": dense_call(5120, 17408, codes=True),
+    "row of a stream, qwen3.5-4b, 8 bits": stream_call(2560, 12288, codes=True, needs=Needs.TMA),
+    "row of a stream, qwen3.6-27b, 8 bits": stream_call(
+        5120, 16384, codes=True, needs=Needs.TMA | Needs.LARGE
+    ),
+    "row of a stream": stream_call(1536, 10368),
+    "row of heads, qwen3.5-4b, 8 bits": heads_call(32, 96, 2560, codes=True),
+    "row of heads, qwen3.6-27b, 8 bits": heads_call(48, 128, 5120, codes=True),
+    "row of heads": heads_call(16, 81, 1536, "sigmoid"),
+    "row of attended heads, qwen3.5-4b": call(
+        attended_call,
+        "f32[1,4,3,8,256] f32[1,4,3,8] f32[1,4,3,8] i32[1] bf16[40,256] bf16[2560,4096]",
+        Needs.TMA | Needs.LARGE,
+    ),
+    "latent attention of a row": call(
+        partial(latent_row, places=LatentPlaces(256, 832), scale=192**-0.5, eps=1e-6),
+        "bf16[1,848] bf16[1,9216] f32[512] f32[32] bf16[16,128,512] bf16[1,192,1,64] bf16[1,192,1,512] i32[1]",
+    ),
+    "routing": call(partial(choose, choice=SIGMOID), "f32[1,128] f32[128]"),
+    "routing, 256 experts": call(partial(choose, choice=Choice(8, 1, 1, True, 2.5)), "f32[32,256] f32[256]"),
     "layer of a token": call(
         partial(delta_layer_call, *CHANNEL_LAYER),
         "f32[1,1536] f32[11,1536] f32[1536] bf16[10368,1536] bf16[1,6144,3] bf16[6144,4] f32[1,16,128,128] f32[128] "

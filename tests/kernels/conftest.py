@@ -3,12 +3,7 @@
 import pytest
 
 from gdn_jax.parts.kernels import trusted
-from pallas_kernels.layer import (
-    dense_stream,
-    latent_row,
-    routed_stream,
-    row_product,
-)
+from pallas_kernels.rows import dense_stream, latent_row, routed_stream, row_product
 
 
 @pytest.fixture

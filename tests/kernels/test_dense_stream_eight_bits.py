@@ -20,9 +20,8 @@ from gdn_jax.models.inference.dense import BlockDenseRow
 from gdn_jax.models.inference.part import Call
 from gdn_jax.models.inference.recurrent import DeltaRow, HeadRows
 from gdn_jax.parts.products import array_of
-from pallas_kernels.layer import attention_rows, dense_stream, row_product
-from pallas_kernels.token import delta_layer
-from pallas_kernels.token import plan as token_plan
+from pallas_kernels.rows import attention_rows, delta_layer, dense_stream, row_product
+from pallas_kernels.rows import delta_plan as token_plan
 
 F8 = jnp.float8_e4m3fn
 

@@ -39,6 +39,7 @@ def masked(arrays, begin: int, end: int):
         memory={name: Buffer(shape, jnp.bfloat16, swizzle=128) for name, shape in SHAPES.items()}
         | {"loaded": Barriers(arrivals=len(SHAPES))},
         ctas=1,
+        auto_barriers=True,
         interpret=INTERPRET,
     )
     return {name: np.asarray(results[f"{name}_out"]) for name in SHAPES}

@@ -21,8 +21,8 @@ from gdn_jax.models.window import WindowAttention
 from gdn_jax.parts import attention_rows as fused
 from gdn_jax.parts import cached_attention as fused_token
 from gdn_jax.parts.kernels import trusted
-from pallas_kernels.layer import attention_rows
-from pallas_kernels.layer.attention_rows import Config
+from pallas_kernels.rows import attention_rows
+from pallas_kernels.rows.attention_rows import Config
 
 SCALE = 0.1
 

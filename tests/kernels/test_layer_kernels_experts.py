@@ -16,8 +16,9 @@ from layer_kernels import INTERPRET
 
 from gdn_jax.bench.collectives import traffic
 from gdn_jax.parts import experts
-from pallas_kernels.layer import expert_gradient, expert_product, expert_swiglu, expert_tiles
+from pallas_kernels.layer import expert_gradient, expert_product
 from pallas_kernels.layer.expert_product import Config
+from pallas_kernels.rows import expert_swiglu, expert_tiles
 
 
 @pytest.mark.parametrize(

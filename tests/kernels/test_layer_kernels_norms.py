@@ -9,11 +9,7 @@ from fused_harness import close, draws
 from layer_kernels import INTERPRET
 
 from gdn_jax.parts import norms as fused_norms
-from pallas_kernels.layer import (
-    gated_norm,
-    norm,
-    rows,
-)
+from pallas_kernels.layer import gated_norm, norm, rows
 
 # Each has a piece of its own: rows of one warp with four numbers a thread side by side, and with one; rows over four
 # warps, two of them at once, and one; more rows than CTAs take at once, in unequal shares.

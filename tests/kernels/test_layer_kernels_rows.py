@@ -21,7 +21,7 @@ from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.experts import SharedExpert
 from gdn_jax.parts.row_product import heads_product, stream_product
 from gdn_jax.shapes import Choice, Convolution
-from pallas_kernels.layer import (
+from pallas_kernels.rows import (
     attention_rows,
     dense_stream,
     latent_row,

@@ -14,9 +14,7 @@ from layer_kernels import INTERPRET, convolution
 
 from gdn_jax.parts.conv import causal_conv1d
 from gdn_jax.parts.short_conv import short_conv as fused_short_conv
-from pallas_kernels.layer import (
-    short_conv,
-)
+from pallas_kernels.layer import short_conv
 
 BORDERS = (3, 5, 7, 9, 14, 18, 24)
 """First tokens of segments. Strips of 8 tokens begin one and two tokens behind one, one and two before one, with one

@@ -10,13 +10,7 @@ from fused_harness import SWIGLU_NAMES, SWIGLU_ROUNDINGS, close, draws
 from layer_kernels import INTERPRET
 
 from gdn_jax.parts import swiglu as fused_swiglu
-from pallas_kernels.layer import (
-    swiglu,
-    swiglu_cotangents,
-    swiglu_product,
-    tiles,
-    weight_gradient,
-)
+from pallas_kernels.layer import swiglu, swiglu_cotangents, swiglu_product, tiles, weight_gradient
 
 
 @pytest.mark.parametrize(("N", "dtype"), [(4096, "bfloat16"), (2048, "float16")])

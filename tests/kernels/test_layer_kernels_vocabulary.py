@@ -11,11 +11,7 @@ from layer_kernels import INTERPRET
 
 from gdn_jax.losses import linear_softmax_cross_entropy, token_log_probs
 from gdn_jax.parts import embedding as fused_embedding
-from pallas_kernels.layer import (
-    cross_entropy,
-    embedding,
-    tiles,
-)
+from pallas_kernels.layer import cross_entropy, embedding, tiles
 
 
 @pytest.mark.parametrize(("D", "dtype"), [(256, "float32"), (384, "bfloat16")])

@@ -19,12 +19,12 @@ from pallas_kernels.device.lanes import load
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
-from pallas_kernels.token import delta_layer
-from pallas_kernels.token.decays import ChannelDecay, HeadDecay
-from pallas_kernels.token.heads import Head, Places, Rule
-from pallas_kernels.token.plan import Plan
-from pallas_kernels.token.projections import Alone, Projections
-from pallas_kernels.token.rooms import APART, LENT, ROWS, WARPGROUPS, WIDEST
+from pallas_kernels.rows import delta_layer
+from pallas_kernels.rows.delta_decays import ChannelDecay, HeadDecay
+from pallas_kernels.rows.delta_heads import Head, Places, Rule
+from pallas_kernels.rows.delta_plan import Plan
+from pallas_kernels.rows.delta_projections import Alone, Projections
+from pallas_kernels.rows.delta_rooms import APART, LENT, ROWS, WARPGROUPS, WIDEST
 
 LAYERS: dict[str, tuple] = {
     "heads": (row_kernels.HEADS, 1, 1, 512, 4, APART),

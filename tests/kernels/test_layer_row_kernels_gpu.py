@@ -30,8 +30,8 @@ from gdn_jax.parts import (
 )
 from gdn_jax.shapes import Choice
 from pallas_kernels.device.grid_barrier import new_words
-from pallas_kernels.layer.attention_rows import Parts
-from pallas_kernels.layer.row_product import attended_product
+from pallas_kernels.rows.attention_rows import Parts
+from pallas_kernels.rows.row_product import attended_product
 from pallas_kernels.tools.compiling import lowering_for
 
 pytestmark = pytest.mark.gpu

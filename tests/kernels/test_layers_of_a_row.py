@@ -29,9 +29,8 @@ from gdn_jax.models.latent import LatentAttention
 from gdn_jax.models.presets import PRESETS
 from gdn_jax.parts import kernels
 from gdn_jax.serving.call import interpreted
-from pallas_kernels.layer import dense_stream
-from pallas_kernels.token import delta_layer
-from pallas_kernels.token import plan as token_plan
+from pallas_kernels.rows import delta_layer, dense_stream
+from pallas_kernels.rows import delta_plan as token_plan
 
 
 @dataclasses.dataclass(frozen=True)

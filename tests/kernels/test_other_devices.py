@@ -30,19 +30,11 @@ from gdn_jax.training import kernels, peak
 from pallas_kernels.ampere import segments, walk
 from pallas_kernels.chunks import inverse, pairs
 from pallas_kernels.device import grid_barrier, launch
-from pallas_kernels.layer import (
-    attention_rows,
-    cross_entropy,
-    dense_stages,
-    dense_stream,
-    expert_gradient,
-    expert_product,
-    row_product,
-    short_conv,
-)
+from pallas_kernels.layer import cross_entropy, expert_gradient, expert_product, short_conv
 from pallas_kernels.layer.rows import num_ctas
-from pallas_kernels.token.decays import HeadDecay
-from pallas_kernels.token.plan import plan_of
+from pallas_kernels.rows import attention_rows, dense_stages, dense_stream, row_product
+from pallas_kernels.rows.delta_decays import HeadDecay
+from pallas_kernels.rows.delta_plan import plan_of
 from pallas_kernels.tools.compiling import lowering_for
 from pallas_kernels.work import split as work_split
 

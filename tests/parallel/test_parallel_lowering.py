@@ -42,9 +42,9 @@ from pallas_kernels.layer import weight_gradient
 KERNEL_MODULES = (
     "chunks.gates", "chunks.inverse", "chunks.segment_states", "forward.outputs", "forward.transitions",
     "backward.chain", "backward.gradients", "layer.short_conv", "layer.norm", "layer.gated_norm", "layer.swiglu",
-    "layer.swiglu_product", "layer.swiglu_cotangents", "layer.weight_gradient", "layer.embedding",
-    "layer.expert_product", "layer.expert_swiglu", "layer.expert_tiles", "layer.attention_rows",
-    "layer.channel_gates", "layer.cross_entropy", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
+    "layer.tiles", "layer.embedding",
+    "layer.expert_product", "rows.expert_swiglu", "rows.expert_tiles", "rows.attention_rows",
+    "layer.channel_gates", "layer.logit_cotangents", "chunks.pairs", "forward.channel_outputs",
     "forward.channel_transitions", "backward.channel_gradients", "ampere.prepare", "ampere.walk", "ampere.gradients",
     "ampere.channel_prepare", "ampere.channel_gradients",
 )  # fmt: skip

@@ -18,7 +18,7 @@ KERNELS = (
     "pallas_kernels.backward",
     "pallas_kernels.layer",
     "pallas_kernels.decode",
-    "pallas_kernels.token",
+    "pallas_kernels.rows",
     "pallas_kernels.ampere",
 )
 # Each room, a file or a folder, with the rooms that it may import, and the rooms in these, from the leaves up. Names
@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "pallas_kernels.ampere": {"shapes", *KERNEL_PARTS, "pallas_kernels.backward"},
     "pallas_kernels.layer": {"shapes", "pallas_kernels.device"},
     "pallas_kernels.decode": {"pallas_kernels.device", "pallas_kernels.work"},
-    "pallas_kernels.token": {
+    "pallas_kernels.rows": {
         *("shapes", "pallas_kernels.device", "pallas_kernels.work"),
         *("pallas_kernels.decode", "pallas_kernels.layer"),
     },
@@ -121,7 +121,7 @@ ROOMS: dict[str, set[str]] = {
         "pallas_kernels.device",
         "pallas_kernels.layer",
         "pallas_kernels.decode",
-        "pallas_kernels.token",
+        "pallas_kernels.rows",
     },
     "losses": {"shapes", "partitioning", "parts", "pallas_kernels.layer"},
     "parallel": {

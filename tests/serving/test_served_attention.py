@@ -23,7 +23,7 @@ from gdn_jax.models.served import ServedModel
 from gdn_jax.models.served_layers import Attending
 from gdn_jax.parts.kernels import trusted
 from gdn_jax.rule import arguments
-from pallas_kernels.layer.attention_rows import Config
+from pallas_kernels.rows.attention_rows import Config
 
 CONFIG = ModelConfig(
     vocab_size=19,

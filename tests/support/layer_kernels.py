@@ -19,27 +19,17 @@ from gdn_jax.parts.short_conv import KeyHeads
 from gdn_jax.parts.short_conv import short_conv as fused_short_conv
 from pallas_kernels.device import launch
 from pallas_kernels.layer import (
-    attention_rows,
-    cached_heads,
     channel_gates,
     cross_entropy,
-    dense_stream,
     eight_bits,
     embedding,
     expert_gradient,
     expert_product,
-    expert_swiglu,
-    expert_tiles,
     gated_norm,
     gated_norm_eight_bits,
-    latent_row,
     logit_cotangents,
     norm,
     norm_eight_bits,
-    parts_norm,
-    routed_stream,
-    routing,
-    row_product,
     short_conv,
     swiglu,
     swiglu_cotangents,
@@ -47,7 +37,19 @@ from pallas_kernels.layer import (
     swiglu_product,
     weight_gradient,
 )
-from pallas_kernels.token import delta_layer
+from pallas_kernels.rows import (
+    attention_rows,
+    cached_heads,
+    delta_layer,
+    dense_stream,
+    expert_swiglu,
+    expert_tiles,
+    latent_row,
+    parts_norm,
+    routed_stream,
+    routing,
+    row_product,
+)
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 

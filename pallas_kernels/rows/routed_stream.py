@@ -53,12 +53,12 @@ from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import compiled, warpgroup_index
+from pallas_kernels.device.launch import Shaped, kernel, warpgroup_index
 from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, smem_bytes
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer import row_choice
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.routed_stages import (
+from pallas_kernels.rows import row_choice, stream
+from pallas_kernels.rows.routed_stages import (
     COLUMNS,
     DEPTH,
     DOWN_COLUMNS,
@@ -79,20 +79,12 @@ REDUCTION_BYTES = 16
 """Bytes for reductions over more than a warp, of which the kernel has none."""
 
 
-def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array,
-    gate_up: jax.ShapeDtypeStruct | jax.Array,
-    shared: int,
-    choice: Choice,
-    ctas: int,
-) -> str | None:
+def check_supported(x: Shaped, gate_up: Shaped, shared: int, choice: Choice, ctas: int) -> str | None:
     """Why so many CTAs cannot take a row x [1, D] and experts gate_up [E, D, 2 F] with a shared one of inner width
     `shared`; None if they can."""
-    (rows, D), (E, _, F2) = x.shape, gate_up.shape
-    if rows != 1:
-        return f"{rows} rows; the kernel takes one"
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+    D, (E, _, F2) = x.shape[1], gate_up.shape
+    if reason := stream.check_supported(x):
+        return reason
     if gate_up.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the experts are {gate_up.dtype}; the kernel takes bfloat16 and float16"
     if D % COLUMNS or F2 % (2 * COLUMNS) or shared % COLUMNS or not 0 < D <= WIDEST or not shared:
@@ -176,6 +168,12 @@ def _body(
     down.store()
 
 
+@kernel(
+    "choice",
+    "eps",
+    "config",
+    chosen=lambda x: dict(config=x.config or Config.default(), ahead=rows_of(x.ahead)),
+)
 def routed_stream(
     x: Float[Array, "1 D"],
     y: Float[Array, "P D"] | None,
@@ -210,12 +208,7 @@ def routed_stream(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    static = config or Config.default(), choice, eps, interpret
-    arrays = x, y, norm, router, bias, gate_up, down, shared, rows_of(ahead), words
-    return compiled(_run, interpret, static=4)(*static, *arrays)
-
-
-def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down, shared, ahead, words):
+    assert config is not None
     (E, D, F2), like, f32 = gate_up.shape, jax.ShapeDtypeStruct, jnp.float32
     gate, up, shared_down = shared
     sizes = Sizes(D, F2 // 2, choice.per_token, gate.shape[1], E, router.shape[0])
@@ -255,7 +248,6 @@ def _run(config, choice, eps, interpret, x, y, norm, router, bias, gate_up, down
         words=words,
         memory=memory,
         ahead=ahead,
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups,

@@ -4,15 +4,15 @@
     S <- exp(g) S;   u = beta (v - k^T S);   S <- S + k u^T;   o = K^(-1/2) q^T S
     y = sum_h y_h,   y_h = W_h (o_h (mean(o_h^2) + eps)^(-1/2) w_o f(z_h))
 
-The log decay g is a number of each value head, or one of each of its key channels: `decays`. A key head may have
-several value heads, R of them.
+The log decay g is a number of each value head, or one of each of its key channels: `delta_decays`. A key head may
+have several value heads, R of them.
 
-Two stages, `projections` and `heads`. Some CTAs share a key head in both of them: they wait for each other by a
-barrier in global memory, and for no CTA of another head. What the second stage reads of weights and states is on its
-way before the barrier, so that memory does not stand still there. How many CTAs there are and who makes what is a
-`plan`; where arrays lie in shared memory is the plan's room, `rooms`.
+Two stages, `delta_projections` and `delta_heads`. Some CTAs share a key head in both of them: they wait for each
+other by a barrier in global memory, and for no CTA of another head. What the second stage reads of weights and states
+is on its way before the barrier, so that memory does not stand still there. How many CTAs there are and who makes
+what is a `delta_plan`; where arrays lie in shared memory is the plan's room, `delta_rooms`.
 
-Inputs (GMEM): x [1, D], y [P, D] or none, w [D]; W_in [F, D], whose rows lie as `heads.Places` says; filters
+Inputs (GMEM): x [1, D], y [P, D] or none, w [D]; W_in [F, D], whose rows lie as `delta_heads.Places` says; filters
 [C, taps] and bias [C] or none of q, k and v; A_log [HV], dt_bias [HV] or [HV, K]; w_o [V]; output [E, HV V]. In place
 (GMEM): states of the convolution [1, C, taps - 1], and of the rule [1, HV, K, V] float32. Outputs (GMEM): s [1, D] of
 x's dtype, where there is y; y_h [HV, E] of the output's dtype. Between the stages (GMEM): the channels [F] float32.
@@ -35,21 +35,20 @@ from jaxtyping import Array, Float
 from gdn_jax.shapes import Convolution, LayerScales
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import HEADS, GridBarrier, new_words
-from pallas_kernels.device.launch import NUM_SMS, compiled, grid_index, launch
+from pallas_kernels.device.launch import NUM_SMS, Shaped, grid_index, kernel, launch
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.heads import Head, Places, Rule, Share
-from pallas_kernels.token.plan import Plan, plan_of
-from pallas_kernels.token.projections import Alone, Projections
-from pallas_kernels.token.rooms import CHUNK, WARPGROUPS, WIDEST
+from pallas_kernels.rows import stream
+from pallas_kernels.rows.delta_decays import Decay
+from pallas_kernels.rows.delta_heads import Head, Places, Rule, Share
+from pallas_kernels.rows.delta_plan import Plan, plan_of
+from pallas_kernels.rows.delta_projections import Alone, Projections
+from pallas_kernels.rows.delta_rooms import WARPGROUPS, WIDEST
 
 NEEDS = Needs.TMA | Needs.LARGE
 
 FEWEST_CTAS = NUM_SMS // 2
 """With fewer of them the kernels of today, which have CTAs on all multiprocessors, read faster."""
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def _plan(
@@ -62,11 +61,11 @@ def _plan(
 
 
 def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array,
-    weight: jax.ShapeDtypeStruct | jax.Array,
+    x: Shaped,
+    weight: Shaped,
     convolution: Convolution,
-    state: jax.ShapeDtypeStruct | jax.Array,
-    output: jax.ShapeDtypeStruct | jax.Array,
+    state: Shaped,
+    output: Shaped,
     places: Places,
     decay: Decay,
     scales: LayerScales | None = None,
@@ -79,7 +78,7 @@ def check_supported(
     if x.shape != (1, D):
         return f"rows {x.shape}; the kernel takes one of {D}"
     matrix = dtype if scales is None else jnp.float8_e4m3fn
-    other = any(y not in DTYPES for y in (x.dtype, dtype, convolution.state.dtype))
+    other = any(y not in stream.DTYPES for y in (x.dtype, dtype, convolution.state.dtype))
     if other or weight.dtype != matrix or output.dtype != matrix:
         found = f"{x.dtype}, {dtype}, {weight.dtype}, {output.dtype}"
         return (
@@ -148,6 +147,13 @@ def _second(gmem: Any, smem: Any, *, places: Places, rule: Rule, plan: Plan) -> 
     then.multiply()
 
 
+def _chosen(x: Any) -> dict[str, Any]:
+    """The plan of a call that has none, and what the kernel brings nearer."""
+    plan = x.plan or _plan(x.weight, x.scales, x.state, x.output, x.places, x.rule.decay)
+    return dict(plan=plan, ahead=rows_of(x.ahead))
+
+
+@kernel("eps", "places", "rule", "plan", chosen=_chosen)
 def delta_layer(
     x: Float[Array, "1 D"],
     y: Float[Array, "P D"] | None,
@@ -194,53 +200,35 @@ def delta_layer(
         what its CTAs claim.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    found = plan or _plan(weight, scales, state, output, places, rule.decay)
-    assert isinstance(found, Plan), found
+    assert isinstance(plan, Plan), plan
     A_log = jnp.zeros(dt_bias.shape[:1], jnp.float32) if A_log is None else A_log
-    arrays = (
-        x,
-        y,
-        norm,
-        weight,
-        convolution,
-        state,
-        output_norm,
-        output,
-        A_log,
-        dt_bias,
-        scales,
-        rows_of(ahead),
-        words,
-    )
-    return compiled(_run, interpret, static=5)(eps, places, rule, found, interpret, *arrays)
-
-
-def _run(eps, places, rule, plan, interpret, x, y, norm, weight, convolution, state, w_o, output, *last):
-    A_log, dt_bias, scales, ahead, words = last
     (F, D), like, room = weight.shape, jax.ShapeDtypeStruct, plan.room
-    by_warps, pieces = (D // CHUNK, CHUNK), (D // WIDEST, WIDEST)
+    pieces, of_stream = (D // WIDEST, WIDEST), stream.inputs(x, y, norm)
     of_inputs, of_output, narrow = (None, None, None) if scales is None else scales
     channels = F if narrow is None else F + len(narrow)
     inputs = {
-        "x": x.reshape(by_warps),
-        "y": None if y is None else y.reshape(-1, *by_warps),
-        "w": norm.astype(jnp.float32).reshape(by_warps),
+        **of_stream,
         "weight": weight.reshape(F, *pieces),
         "scales": of_inputs,
         "narrow": None if narrow is None else narrow.reshape(-1, *pieces),
         "filters": convolution.filters,
         "bias": convolution.bias,
     }
-    of_heads = {"A_log": A_log, "dt_bias": dt_bias, "w_o": w_o, "output": output, "output_scales": of_output}
+    of_heads = {
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "w_o": output_norm,
+        "output": output,
+        "output_scales": of_output,
+    }
     outputs = {
-        "s": None if y is None else like(by_warps, x.dtype),
+        "s": None if y is None else like(of_stream["x"].shape, x.dtype),
         "channels": like((channels,), jnp.float32),
     }
     parts = {"y_h": like((plan.H * plan.R, plan.E), plan.results)}
     static: dict[str, Any] = {"places": places, "plan": plan}
     run = functools.partial(
         launch,
-        auto_barriers=False,
         ctas=plan.ctas,
         warpgroups=WARPGROUPS,
         reduction_bytes=room.reduction_bytes,

@@ -33,8 +33,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.angles import cos_and_sin
-from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
 
@@ -82,13 +82,7 @@ class Config:
         return cls(min(128, max(16, slots // 32)))
 
 
-def check_supported(
-    q: jax.ShapeDtypeStruct | jax.Array,
-    k: jax.ShapeDtypeStruct | jax.Array,
-    v: jax.ShapeDtypeStruct | jax.Array,
-    values: jax.ShapeDtypeStruct | jax.Array,
-    places: Places,
-) -> str | None:
+def check_supported(q: Shaped, k: Shaped, v: Shaped, values: Shaped, places: Places) -> str | None:
     """Why the kernels cannot take queries, a cache, a matrix and places; None if they can."""
     (H, V, C), (N, S, _, R) = values.shape, k.shape
     if N != 1:
@@ -121,10 +115,6 @@ def _memory(C: int, R: int, stages: int, warpgroups: int, dtype: Any) -> Memory:
 
 WIDE, NARROW = lane_layout(WARP, PIECE // WARP), lane_layout(WARP, 1)
 """Layouts of pieces of c, and of halves of k_r, a head to a warp."""
-
-
-def _spread(x: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
 
 
 def _rotated(pair: list[jax.Array], cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -177,11 +167,11 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
         load(gmem.q_pairs.at[pl.ds(first + heads.start, rows), :, j], NARROW).astype(jnp.float32) * scale
         for j in (0, 1)
     ]
-    q_r = _rotated(q_r, *(_spread(x, (rows, half), 1, NARROW) for x in (cos, sin)))
+    q_r = _rotated(q_r, *(spread(x, (rows, half), 1, NARROW) for x in (cos, sin)))
 
     def score(c, k_r):
-        wide = [a * _spread(x, (rows, PIECE), 1, WIDE) for a, x in zip(q, c, strict=True)]
-        narrow = [a * _spread(x, (rows, half), 1, NARROW) for a, x in zip(q_r, k_r, strict=True)]
+        wide = [a * spread(x, (rows, PIECE), 1, WIDE) for a, x in zip(q, c, strict=True)]
+        narrow = [a * spread(x, (rows, half), 1, NARROW) for a, x in zip(q_r, k_r, strict=True)]
         wide, narrow = (jnp.sum(functools.reduce(jnp.add, x), axis=1) for x in (wide, narrow))
         return wide + plgpu.layout_cast(narrow, WIDE.reduce(1))
 
@@ -203,11 +193,11 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
         ]
         most = functools.reduce(jnp.maximum, [m, *scores])
         old, p = jnp.exp(m - most), [jnp.exp(s - most) for s in scores]
-        acc = [x * _spread(old, (rows, PIECE), 0, WIDE) for x in acc]
+        acc = [x * spread(old, (rows, PIECE), 0, WIDE) for x in acc]
         for t in range(TOKENS):
-            weight = _spread(p[t], (rows, PIECE), 0, WIDE)
+            weight = spread(p[t], (rows, PIECE), 0, WIDE)
             for n, x in enumerate(of_slot(slot, t)[0]):
-                acc[n] = acc[n] + weight * _spread(x, (rows, PIECE), 1, WIDE)
+                acc[n] = acc[n] + weight * spread(x, (rows, PIECE), 1, WIDE)
 
         @pl.when(i + stages < groups)
         def _():
@@ -224,7 +214,7 @@ def _attend(gmem: Any, smem: Any, *, places: Places, scale: float, eps: float, c
     # The last CTA begins with the token itself, the others with nothing.
     s = jnp.where(is_last, score(c, k_r), -jnp.inf)
     ones = plgpu.layout_cast(jnp.full((rows,), jnp.where(is_last, 1.0, 0.0)), WIDE.reduce(1))
-    acc = [jnp.where(is_last, _spread(x, (rows, PIECE), 1, WIDE), 0.0) for x in c]
+    acc = [jnp.where(is_last, spread(x, (rows, PIECE), 1, WIDE), 0.0) for x in c]
     m, total, *acc = lax.fori_loop(0, groups, group, (s, ones, *acc))
     pl.when((cta == 0) & (wg == 0))(lambda: _copy(gmem.length, gmem.now))
     store_any(gmem.m.at[cta, heads], m)
@@ -279,7 +269,7 @@ def _join(gmem: Any, smem: Any, *, places: Places, slots: int) -> None:
     plgpu.barrier_wait(smem.full.at[wg])
     products = [
         load(smem.tiles.at[wg, n], WIDE).astype(jnp.float32)
-        * _spread(load(smem.row.at[own], WIDE.reduce(0)), (ROWS, PIECE), 1, WIDE)
+        * spread(load(smem.row.at[own], WIDE.reduce(0)), (ROWS, PIECE), 1, WIDE)
         for n, own in enumerate(columns)
     ]
     y = jnp.sum(functools.reduce(jnp.add, products), axis=1)
@@ -293,6 +283,9 @@ def _join(gmem: Any, smem: Any, *, places: Places, slots: int) -> None:
         gmem.length[0] = gmem.now[0] + 1
 
 
+@kernel(
+    "places", "scale", "eps", "config", chosen=lambda x: dict(config=x.config or Config.default(x.k.shape[1]))
+)
 def latent_row(
     channels: Float[Array, "1 F"],
     q: Float[Array, "1 G"],
@@ -327,15 +320,10 @@ def latent_row(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    config = config or Config.default(k.shape[1])
-    static = places, scale, eps, config, interpret
-    return compiled(_run, interpret, static=5)(*static, channels, q, norm, frequencies, values, k, v, length)
-
-
-def _run(places, scale, eps, config, interpret, channels, q, norm, frequencies, values, k, v, length):
+    assert config is not None
     (H, V, C), R, like = values.shape, k.shape[3], jax.ShapeDtypeStruct
     warpgroups, parts = _warpgroups(H), config.parts
-    options: dict[str, Any] = dict(auto_barriers=False, warpgroups=warpgroups, interpret=interpret)
+    options: dict[str, Any] = dict(warpgroups=warpgroups, interpret=interpret)
     made = launch(
         "latent_row",
         functools.partial(_attend, places=places, scale=scale, eps=eps, config=config),

@@ -18,19 +18,17 @@ import jax.numpy as jnp
 from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS
 from pallas_kernels.device.memory import SMEM_LIMIT, smem_bytes
-from pallas_kernels.layer.dense_weights import EACH
-from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.rooms import CHUNK, ROOMS, ROWS, WARPGROUPS, WIDEST, Room
-from pallas_kernels.token.weights import Whole, of_dtype
+from pallas_kernels.rows.delta_decays import Decay
+from pallas_kernels.rows.delta_rooms import ROOMS, ROWS, WARPGROUPS, WIDEST, Room
+from pallas_kernels.rows.delta_weights import Whole, of_dtype
+from pallas_kernels.rows.stream import PART
+from pallas_kernels.rows.weights import EACH
 
 ACCESS = 16
 """Bytes that a thread reads at once, at most."""
 
 STAGES = 2
 """Tiles of a warpgroup in shared memory at least."""
-
-CHUNKS = WARPS * CHUNK
-"""Numbers of the stream of a warpgroup."""
 
 PARTS = (16, 8, 4, 2, 1)
 """Numbers of CTAs of a value head that are tried."""
@@ -153,8 +151,8 @@ class Plan:
     def reason(self) -> str | None:
         """Why a layer cannot be divided so; None if it can."""
         what = f"{self.n} CTAs of a head of {self.K}, rows of {self.D} and {self.E} outputs"
-        if self.D % CHUNKS or self.K % (ROWS * WARPGROUPS):
-            return f"{what}; the kernel takes rows of a multiple of {CHUNKS}"
+        if self.D % PART or self.K % (ROWS * WARPGROUPS):
+            return f"{what}; the kernel takes rows of a multiple of {PART}"
         if self.claimable < 0:
             return f"{what}; the kernel takes at most as many warpgroups as there are tiles"
         if len(self.decay.singles) * self.R > self.n:

@@ -1,6 +1,6 @@
 """Matrices of a layer of the delta rule for one token: numbers, or codes of 8 bits with a scale for each block.
 
-Kinds of weights as in `layer.dense_weights`. Of codes, heads are as wide as a block, so that a tile of W_in and a
+Kinds of weights as in `rows.weights`. Of codes, heads are as wide as a block, so that a tile of W_in and a
 head's columns of W_o lie in one block of rows and of columns.
 """
 
@@ -12,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.lanes import load
+from pallas_kernels.device.lanes import load, spread
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK, WIDEST, Codes, Numbers
-from pallas_kernels.token.rooms import CLAIMED, ROWS, WARPGROUPS
+from pallas_kernels.rows.delta_rooms import CLAIMED, ROWS, WARPGROUPS
+from pallas_kernels.rows.weights import BLOCK, WIDEST, Codes, Numbers
 
 
 class Whole(Numbers):
@@ -38,7 +38,7 @@ class Whole(Numbers):
         return {}
 
     def ask(self, stage: Any, lines: Any) -> list[jax.Array]:
-        """Asks for what belongs to some lines of the stream, [lines, CHUNK]."""
+        """Asks for what belongs to some lines of the stream, [lines, LINE]."""
         del stage, lines
         return []
 
@@ -119,7 +119,7 @@ class Blocks(Codes, Whole):
         layout, rows = head.layout.reduce(1), head.rows(*place, len(sums))
         at = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=layout) + rows.start
         first, (scale, *others) = lax.div(head.first, jnp.int32(BLOCK)), head.scales
-        factors = plgpu.layout_cast(lax.broadcast_in_dim(scale, sums.shape, []), layout)
+        factors = spread(scale, sums.shape, (), layout)
         for n, other in enumerate(others):
             factors = jnp.where(at < (first + n + 1) * BLOCK, factors, other)
         return sums * factors

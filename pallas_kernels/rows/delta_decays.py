@@ -9,7 +9,7 @@ and how exp(g) is made of its channels.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,52 +23,25 @@ from pallas_kernels.device.lanes import WARP, load, vector_layout
 from pallas_kernels.device.memory import store_any
 
 
-@runtime_checkable
-class Decay(Protocol):
-    """A decay, as `Plan` and `Head` ask it."""
-
-    tile: ClassVar[type[Tile]]
-    """A warpgroup's part of the state."""
-    tiles: ClassVar[tuple[str, ...]]
-    """Parts of `Places` that are K rows of W_in for each value head, and so tiles, besides q, k, v and the gate."""
-    singles: ClassVar[tuple[str, ...]]
-    """Parts of `Places` that are one row of W_in for each value head."""
-    vectors: ClassVar[int]
-    """Vectors [K] that warpgroups make for each other."""
-
-    def shape(self, HV: int, K: int) -> tuple[int, ...]:
-        """The shape of dt_bias."""
-        ...
-
-    def read(self, head: Any) -> Any:
-        """Reads, before the token is there, what `make` needs."""
-        ...
-
-    def make(self, head: Any, known: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q and k along the tile, and exp(g) as the tile's `update` takes it."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class HeadDecay:
     """A decay of each value head, a number."""
 
     tile: ClassVar[type[Tile]] = Tile
+    """A warpgroup's part of the state."""
     tiles: ClassVar[tuple[str, ...]] = ()
+    """Parts of `Places` that are K rows of W_in for each value head, and so tiles, besides q, k, v and the gate."""
     singles: ClassVar[tuple[str, ...]] = ("strength", "decay")
+    """Parts of `Places` that are one row of W_in for each value head."""
     vectors: ClassVar[int] = 0
-
-    def shape(self, HV: int, K: int) -> tuple[int, ...]:
-        """See `Decay.shape`."""
-        del K
-        return (HV,)
+    """Vectors [K] that warpgroups make for each other."""
 
     def read(self, head: Any) -> Any:
-        """See `Decay.read`: A_log and dt_bias."""
+        """Reads, before the token is there, what `make` needs: A_log and dt_bias."""
         return head.gmem.A_log[head.head], head.gmem.dt_bias[head.head]
 
     def make(self, head: Any, known: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `Decay.make`: every warpgroup by itself."""
+        """q and k along the tile, and exp(g) as the tile's `update` takes it: every warpgroup by itself."""
         q, k = (load(head.of_key(place), head.tile.k_layout) for place in (head.places.q, head.places.k))
         a = head.gmem.channels[head.places.decay + head.head]
         return q, k, jnp.exp(log_decay(a, *known))
@@ -86,17 +59,13 @@ class ChannelDecay:
     singles: ClassVar[tuple[str, ...]] = ("strength",)
     vectors: ClassVar[int] = 3
 
-    def shape(self, HV: int, K: int) -> tuple[int, ...]:
-        """See `Decay.shape`."""
-        return HV, K
-
     def read(self, head: Any) -> Any:
-        """See `Decay.read`: A_log, and dt_bias of the channels that this warpgroup makes."""
+        """See `HeadDecay.read`: A_log, and dt_bias of the channels that this warpgroup makes."""
         dt_bias = load(head.gmem.dt_bias.at[head.head, head.keys], vector_layout(WARP))
         return head.gmem.A_log[head.head], dt_bias
 
     def make(self, head: Any, known: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `Decay.make`: this warpgroup's part of q, k and the decay for all of them."""
+        """See `HeadDecay.make`: this warpgroup's part of q, k and the decay for all of them."""
         smem, own, layout = head.smem, head.keys, vector_layout(WARP)
 
         @pl.when(head.wg < head.K // WARP)
@@ -112,3 +81,7 @@ class ChannelDecay:
         generations.meet(smem.known)
         q, k, alpha = (load(smem.vectors.at[n], head.tile.k_layout) for n in range(self.vectors))
         return q, k, alpha
+
+
+Decay = HeadDecay | ChannelDecay
+"""A decay, as `Plan` and `Head` ask it."""

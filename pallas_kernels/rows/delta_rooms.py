@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.memory import REDUCTION_BYTES, Barriers, Buffer, Memory
-from pallas_kernels.layer.dense_weights import WIDEST
+from pallas_kernels.rows.stream import LINE
+from pallas_kernels.rows.weights import WIDEST
 
 WARPGROUPS = 4
 """Warpgroups of a CTA, which have a quarter of V and of the CTA's rows of W_o each."""
@@ -33,118 +34,46 @@ ROWS = WARPS
 CLAIMED = 2 * WARPGROUPS
 """Numbers of tiles that the warpgroups have claimed: two in turn of each."""
 
-CHUNK = 128
-"""Numbers of the stream that a warp adds up."""
-
 LAST = WARPGROUPS - 1
 """The warpgroup that makes a row of W_in that is no part of a tile."""
 
 
 class Room:
-    """A room, as the stages ask it: `stage` is the first one, `then` the second one, `plan` the `Plan` of both."""
+    """A room where every array has its own memory: state and W_o come while the first stage works.
 
-    reduction_bytes: ClassVar[int]
+    The stages ask it: `stage` is the first one, `then` the second one, `plan` the `Plan` of both.
+    """
+
+    reduction_bytes: ClassVar[int] = REDUCTION_BYTES
     """Bytes that are set aside for reductions over more than a warp."""
-    all_at_once: ClassVar[bool]
+    all_at_once: ClassVar[bool] = True
     """Whether all rows of W_o of a copy are multiplied at once; else as many as the weights' kind says."""
-    reads_ahead: ClassVar[bool]
+    reads_ahead: ClassVar[bool] = True
     """Whether a warpgroup reads what the convolution needs of all its tiles before the row is there; else of each
     tile while it waits for it: a wide row leaves no registers."""
 
     def pieces(self, plan: Any) -> int:
         """Copies in which the rows of W_o of a warpgroup come."""
-        raise NotImplementedError
+        return 1
 
     def single_after(self, plan: Any) -> int:
         """Tiles that a warpgroup makes before a row of W_in that is no part of a tile."""
-        raise NotImplementedError
+        return plan.stages
 
     def fits(self, plan: Any) -> bool:
         """Whether what has the same bytes as something else is not larger."""
         return True
 
-    def memory(self, plan: Any) -> Memory:
+    def memory(self, plan: Any) -> dict[str, Any]:
         """Shared memory of both stages."""
         return {**self.first(plan), **self.second(plan)}
 
     def first(self, plan: Any) -> Memory:
         """The same of the first stage alone, interpreted."""
-        raise NotImplementedError
-
-    def second(self, plan: Any) -> Memory:
-        """The same of the second stage alone, interpreted."""
-        raise NotImplementedError
-
-    def row(self, smem: Any) -> Any:
-        """s w, [D] float32 at least."""
-        raise NotImplementedError
-
-    def squares(self, smem: Any) -> Any:
-        """Sums of squares of the chunks of s."""
-        raise NotImplementedError
-
-    def o(self, smem: Any) -> Any:
-        """The head's output, [V] float32."""
-        raise NotImplementedError
-
-    def rows_of_output(self, smem: Any, rows: int, wg: Any, i: Any) -> Any:
-        """Rows of W_o of a warpgroup, [rows, V]: its i-th piece."""
-        raise NotImplementedError
-
-    def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
-        """The barrier at which that piece arrives."""
-        raise NotImplementedError
-
-    def ask_single(self, stage: Any) -> None:
-        """When the first copies are on their way: asks for the row that is no part of a tile."""
-
-    def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
-        """Reads that row in pieces."""
-        raise NotImplementedError
-
-    def row_made(self, stage: Any, then: Any) -> None:
-        """When this warpgroup has made its part of s w."""
-
-    def row_taken(self, stage: Any, then: Any) -> None:
-        """When this warpgroup has s w in registers."""
-
-    def slot_free(self, then: Any, last: Any, slot: Any) -> None:
-        """When a slot's tile has been read, and, if `last`, no other tile comes to it."""
-
-    def all_asked(self, then: Any, last: Any) -> None:
-        """When, if `last`, all tiles of this warpgroup are on their way."""
-
-
-def _of_both(plan: Any) -> tuple[Buffer, Buffer | None, Barriers | None]:
-    """The tiles, and the vectors that a decay hands round with the barrier after which they are known."""
-    tiles = Buffer((WARPGROUPS, plan.stages, ROWS, plan.D // WIDEST, WIDEST), plan.dtype)
-    if not plan.decay.vectors:
-        return tiles, None, None
-    return tiles, Buffer((plan.decay.vectors, plan.K)), Barriers(arrivals=WARPGROUPS)
-
-
-class Apart(Room):
-    """Every array has its own memory: state and W_o come while the first stage works."""
-
-    reduction_bytes: ClassVar[int] = REDUCTION_BYTES
-    all_at_once: ClassVar[bool] = True
-    reads_ahead: ClassVar[bool] = True
-
-    def pieces(self, plan: Any) -> int:
-        """See `Room.pieces`."""
-        return 1
-
-    def single_after(self, plan: Any) -> int:
-        """See `Room.single_after`."""
-        return plan.stages
-
-    def first(self, plan: Any) -> Memory:
-        """See `Room.first`."""
-        tiles, *_ = _of_both(plan)
         return {
-            "tiles": tiles,
+            "tiles": Buffer((WARPGROUPS, plan.stages, ROWS, plan.D // WIDEST, WIDEST), plan.dtype),
             "row": Buffer((plan.D,)),
-            "squares": Buffer((plan.D // CHUNK,)),
+            "squares": Buffer((plan.D // LINE,)),
             "single": Buffer((plan.D // WIDEST, WIDEST), plan.results),
             "claimed": Buffer((CLAIMED,), jnp.int32),
             "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
@@ -153,56 +82,62 @@ class Apart(Room):
         }
 
     def second(self, plan: Any) -> Memory:
-        """See `Room.second`."""
-        _, vectors, known = _of_both(plan)
+        """The same of the second stage alone, interpreted."""
+        vectors = plan.decay.vectors
         return {
             "rows": Buffer((WARPGROUPS, plan.rows, plan.K), plan.dtype),
             "state": Buffer((plan.K, plan.K)),
-            "vectors": vectors,
+            "vectors": Buffer((vectors, plan.K)) if vectors else None,
             "o": Buffer((plan.K,)),
             "full": Barriers(arrivals=1, count=WARPGROUPS),
             "stored": Barriers(arrivals=1),
-            "known": known,
+            "known": Barriers(arrivals=WARPGROUPS) if vectors else None,
             "whole": Barriers(arrivals=WARPGROUPS),
         }
 
     def row(self, smem: Any) -> Any:
-        """See `Room.row`."""
+        """s w, [D] float32 at least."""
         return smem.row
 
     def squares(self, smem: Any) -> Any:
-        """See `Room.squares`."""
+        """Sums of squares of the lines of s."""
         return smem.squares
 
     def o(self, smem: Any) -> Any:
-        """See `Room.o`."""
+        """The head's output, [V] float32."""
         return smem.o
 
     def rows_of_output(self, smem: Any, rows: int, wg: Any, i: Any) -> Any:
-        """See `Room.rows_of_output`."""
+        """Rows of W_o of a warpgroup, [rows, V]: its i-th piece."""
         return smem.rows.at[wg]
 
     def arrived(self, smem: Any, wg: Any, i: Any) -> Any:
-        """See `Room.arrived`."""
+        """The barrier at which that piece arrives."""
         return smem.full.at[wg]
 
     def ask_single(self, stage: Any) -> None:
-        """See `Room.ask_single`: to shared memory."""
+        """When the first copies are on their way: asks for the row that is no part of a tile."""
         single, smem = stage.row_of_single(), stage.smem
         pl.when(stage.makes_single)(lambda: plgpu.copy_gmem_to_smem(single, smem.single, smem.asked))
 
     def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
-        """See `Room.single`."""
+        """Reads that row in pieces."""
         plgpu.barrier_wait(stage.smem.asked)
         for i in range(stage.pieces):
             yield load(stage.smem.single.at[i], layout)
 
     def row_made(self, stage: Any, then: Any) -> None:
-        """See `Room.row_made`: the state is asked for."""
+        """When this warpgroup has made its part of s w: asks for the state."""
         then.ask_state()
 
+    def row_taken(self, stage: Any, then: Any) -> None:
+        """When this warpgroup has s w in registers."""
+
+    def slot_free(self, then: Any, last: Any, slot: Any) -> None:
+        """When a slot's tile has been read, and, if `last`, no other tile comes to it."""
+
     def all_asked(self, then: Any, last: Any) -> None:
-        """See `Room.all_asked`: the rows of W_o are asked for."""
+        """When, if `last`, all tiles of this warpgroup are on their way: asks for the rows of W_o."""
         pl.when(last)(lambda: then.ask_rows(0))
 
 
@@ -226,36 +161,20 @@ class Lent(Room):
         K, D = plan.K, plan.D
         return D % K == 0 and plan.rows * K <= ROWS * D and D <= K * (K - 1)
 
-    def memory(self, plan: Any) -> Memory:
+    def memory(self, plan: Any) -> dict[str, Any]:
         """See `Room.memory`."""
-        views = dict.fromkeys(("row", "squares", "rows"))
-        return {**self.first(plan), **self.second(plan), **views}
+        return super().memory(plan) | dict.fromkeys(("row", "squares", "rows"))
 
     def first(self, plan: Any) -> Memory:
         """See `Room.first`."""
-        tiles, *_ = _of_both(plan)
-        return {
-            "tiles": tiles,
-            "row": Buffer((plan.D,)),
-            "squares": Buffer((plan.D // CHUNK,)),
-            "claimed": Buffer((CLAIMED,), jnp.int32),
-            "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
-            "made": Barriers(arrivals=WARPGROUPS),
-            "taken": Barriers(arrivals=WARPGROUPS),
-        }
+        taken = Barriers(arrivals=WARPGROUPS)
+        return {**super().first(plan), "single": None, "asked": None, "taken": taken}
 
     def second(self, plan: Any) -> Memory:
-        """See `Room.second`."""
-        _, vectors, known = _of_both(plan)
-        return {
-            "rows": Buffer((WARPGROUPS, plan.stages, plan.rows, plan.K), plan.dtype),
-            "state": Buffer((plan.K, plan.K)),
-            "vectors": vectors,
-            "arrived": Barriers(arrivals=1, count=WARPGROUPS * plan.stages),
-            "stored": Barriers(arrivals=1),
-            "known": known,
-            "whole": Barriers(arrivals=WARPGROUPS),
-        }
+        """See `Room.second`: a piece of W_o for each slot, which arrives as the slot's tiles do."""
+        rows = Buffer((WARPGROUPS, plan.stages, plan.rows, plan.K), plan.dtype)
+        arrived = Barriers(arrivals=1, count=WARPGROUPS * plan.stages)
+        return {**super().second(plan), "rows": rows, "o": None, "full": None, "arrived": arrived}
 
     def row(self, smem: Any) -> Any:
         """See `Room.row`."""
@@ -282,9 +201,15 @@ class Lent(Room):
         """See `Room.arrived`: that of the slot."""
         return smem.arrived.at[wg * (smem.arrived.shape[0] // WARPGROUPS) + i]
 
+    def ask_single(self, stage: Any) -> None:
+        """See `Room.ask_single`: there is no room for it."""
+
     def single(self, stage: Any, layout: Any) -> Iterable[jax.Array]:
         """See `Room.single`: out of global memory, all pieces at once."""
         return [load(stage.row_of_single().at[i], layout) for i in range(stage.pieces)]
+
+    def row_made(self, stage: Any, then: Any) -> None:
+        """See `Room.row_made`: its bytes are not free yet."""
 
     def row_taken(self, stage: Any, then: Any) -> None:
         """See `Room.row_taken`: the state is asked for when all warpgroups have the row."""
@@ -296,8 +221,11 @@ class Lent(Room):
         """See `Room.slot_free`: rows of W_o come there."""
         pl.when(last)(lambda: then.ask_rows(slot))
 
+    def all_asked(self, then: Any, last: Any) -> None:
+        """See `Room.all_asked`: slots ask by themselves."""
 
-APART, LENT = Apart(), Lent()
+
+APART, LENT = Room(), Lent()
 
 ROOMS: tuple[Room, ...] = (APART, LENT)
 """All rooms, in the order in which a layer is tried with them."""

@@ -4,8 +4,8 @@
     y_h = W_h (o (mean(o^2) + eps)^(-1/2) w f(z))                                            for each head h
     y = sum_h y_h
 
-The rule's decay says what g is, a number of the head or one of each key channel, see `decays`. Some CTAs share a
-value head. Each reads the head's state whole, makes o and its gated norm, and multiplies by its rows of the head's
+The rule's decay says what g is, a number of the head or one of each key channel, see `delta_decays`. Some CTAs share
+a value head. Each reads the head's state whole, makes o and its gated norm, and multiplies by its rows of the head's
 columns of W: so none of them waits for a result of another one. All of them have read the state before one writes its
 rows of it.
 
@@ -37,17 +37,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode.tiles import Sizes, write_strength
+from pallas_kernels.decode.tiles import Sizes, Token, write_strength
 from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import GridBarrier
-from pallas_kernels.device.lanes import WARP, lane_layout, load, vector_layout
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread, vector_layout
 from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
-from pallas_kernels.token.decays import Decay
-from pallas_kernels.token.plan import Plan
-from pallas_kernels.token.rooms import WARPGROUPS
+from pallas_kernels.rows.delta_decays import Decay
+from pallas_kernels.rows.delta_plan import Plan
+from pallas_kernels.rows.delta_rooms import WARPGROUPS
 from pallas_kernels.work.slots import Slots
 
 
@@ -196,7 +196,7 @@ class Head:
         q, k, alpha = self.decay.make(self, self.known)
         beta = write_strength(b, self.rule.allow_neg_eigval)
         norms = functools.cache(lambda: tile.norms(q_whole, k_whole))
-        S, o = tile.update(S, q, k, v, alpha, beta, norms)
+        S, o = tile.update(S, Token(q, k, v, alpha, beta), norms)
         store_any(self.room.o(smem).at[self.own], o)
         generations.meet(smem.whole)
         return S
@@ -219,8 +219,7 @@ class Head:
         gate = self.w.astype(jnp.float32) * ACTIVATIONS[self.rule.activation].value(self.z, r.sigmoid(self.z))
         o, count = load(room.o(smem), vector_layout(V)), self.plan.rows_at_once
         scale = lax.rsqrt(jnp.sum(o * o) / V + self.rule.eps)
-        v = load(room.o(smem), along) * gate * scale
-        v = plgpu.layout_cast(lax.broadcast_in_dim(v, (count, V), [1]), self.layout)
+        v = spread(load(room.o(smem), along) * gate * scale, (count, V), 1, self.layout)
         for i in range(self.plan.pieces):
             plgpu.barrier_wait(room.arrived(smem, self.wg, i))
             rows = room.rows_of_output(smem, self.plan.rows, self.wg, i)

@@ -1,4 +1,4 @@
-"""Rows that `layer.row_product` multiplies: a warpgroup makes them from the residual stream, or from heads."""
+"""Rows that `rows.row_product` multiplies: a warpgroup makes them from the residual stream, or from heads."""
 
 import dataclasses
 import functools
@@ -10,11 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.device.lanes import load
-from pallas_kernels.device.launch import grid_index, room
+from pallas_kernels.device.launch import Shaped, grid_index, room
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK
 from pallas_kernels.layer.gated_norm import ACTIVATIONS
+from pallas_kernels.rows import stream
+from pallas_kernels.rows.weights import BLOCK
 
 WIDEST = 256
 """Columns of a piece of the matrix at most, and so of a dimension of what is copied at once."""
@@ -96,14 +97,10 @@ class Stream:
     """A matrix of codes has them; None: the matrix is whole numbers."""
 
     @staticmethod
-    def check_supported(
-        x: jax.ShapeDtypeStruct | jax.Array, weight: jax.ShapeDtypeStruct | jax.Array
-    ) -> str | None:
+    def check_supported(x: Shaped, weight: Shaped) -> str | None:
         """Why the kernel cannot take a stream [1, D], or D of more channels, for a matrix [F, D]; None if it can."""
-        if x.shape[0] != 1:
-            return f"{x.shape[0]} rows; the kernel takes one"
-        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+        if reason := stream.check_supported(x):
+            return reason
         D = weight.shape[1]
         if D % WIDEST or D > r.WIDEST:
             return f"rows of {D}; the kernel takes multiples of {WIDEST} up to {r.WIDEST}"
@@ -121,7 +118,7 @@ class Stream:
     def make(self, gmem: Any, loaded: Any, x: Any, is_first: Any) -> None:
         """See `Row.make`."""
         w, parts = loaded
-        s, D = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]), gmem.w.shape[0]
+        s, D = stream.total(parts), gmem.w.shape[0]
         scale = lax.rsqrt(r.row_sum(s * s) / D + self.eps)
         keep(self.blocks, gmem, x, s * r.spread(scale, D) * w)
         if gmem.s is not None:
@@ -134,7 +131,7 @@ MOST_NUMBERS = 96 * r.WARPS * r.LANES
 
 @dataclasses.dataclass(frozen=True)
 class Attended:
-    """Heads of softmax attention as `layer.attention_rows` leaves them, times the sigmoids of their gates.
+    """Heads of softmax attention as `rows.attention_rows` leaves them, times the sigmoids of their gates.
 
         o = sum_p f_p o_p / sum_p f_p total_p,   f_p = 2^(largest_p - max largest)
 
@@ -203,7 +200,7 @@ class Heads:
     """A matrix of codes has them; None: the matrix is whole numbers."""
 
     @staticmethod
-    def check_supported(o: jax.ShapeDtypeStruct | jax.Array, channels: int) -> str | None:
+    def check_supported(o: Shaped, channels: int) -> str | None:
         """Why the kernel cannot take heads [H, V] and gates among so many channels; None if it can."""
         H, V = o.shape
         if V not in (64, 128, 256) or H % r.WARPS or H * V > r.WIDEST:

@@ -1,4 +1,4 @@
-"""The stages of `layer.routed_stream`, which says what they compute, and how their work is cut."""
+"""The stages of `rows.routed_stream`, which says what they compute, and how their work is cut."""
 
 import dataclasses
 import functools
@@ -16,7 +16,8 @@ from pallas_kernels.device.lanes import WARPS, load
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.tile_ring import TileRing
+from pallas_kernels.rows import stream
+from pallas_kernels.rows.ring import TileRing
 
 DEPTH = 32
 """Numbers of the sum in a tile of the branches."""
@@ -131,7 +132,7 @@ class Router:
     def make(self, loaded: tuple[list[jax.Array], jax.Array, list[jax.Array]]) -> None:
         """Publishes scores, and writes v to shared memory; the first CTA writes s."""
         (parts, w, rows), gmem, smem, own = loaded, self.gmem, self.smem, self.own
-        s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
+        s = stream.total(parts)
         n = s * w
         sums = [r.row_sum(s * s), *(r.row_sum(n * row.astype(jnp.float32)) for row in rows)]
         for i, of_warps in enumerate(sums):

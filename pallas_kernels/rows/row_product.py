@@ -21,7 +21,7 @@ and of the rows.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,21 +33,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
-from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, room, warpgroup_index
-from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, room, warpgroup_index
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
-from pallas_kernels.layer.attention_rows import Parts
-from pallas_kernels.layer.dense_weights import BLOCK
-from pallas_kernels.layer.made_rows import (
-    WIDEST,
-    Attended,
-    Blocks,
-    Heads,
-    Row,
-    Stream,
-    bytes_for_tiles,
-)
+from pallas_kernels.rows.attention_rows import Parts
+from pallas_kernels.rows.made_rows import WIDEST, Attended, Blocks, Heads, Row, Stream, bytes_for_tiles
+from pallas_kernels.rows.weights import BLOCK
 
 NEEDS = Needs.MMA
 
@@ -97,9 +89,7 @@ class Config:
         return cls(rows, warpgroups=2 if pl.cdiv(F // rows, num_sms()) >= MANY_TILES else 1)
 
 
-def check_supported(
-    weight: jax.ShapeDtypeStruct | jax.Array, scales: jax.ShapeDtypeStruct | jax.Array | None = None
-) -> str | None:
+def check_supported(weight: Shaped, scales: Shaped | None = None) -> str | None:
     """Why the kernels cannot take a matrix [F, D]; None if they can. `Row`s refuse for themselves."""
     F, D = weight.shape
     if scales is not None:
@@ -193,8 +183,7 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
         generations.arrived(smem.full.at[slot], own_stages - 1)
         total = None
         for piece in range(pieces):
-            v = load(piece_of_row(piece, i), layout.reduce(0))
-            v = plgpu.layout_cast(lax.broadcast_in_dim(v, (rows, columns), [1]), layout)
+            v = spread(load(piece_of_row(piece, i), layout.reduce(0)), (rows, columns), 1, layout)
             part = load(smem.tiles.at[slot, :, piece], layout).astype(jnp.float32) * v
             total = part if total is None else total + part
         assert total is not None
@@ -213,6 +202,12 @@ def _body(gmem: Any, smem: Any, *, row: Row, config: Config) -> None:
     lax.fori_loop(0, lax.div(count - wg + (warpgroups - 1), jnp.int32(warpgroups)), tile, ())
 
 
+def _chosen(default: Callable[[Any], Config]) -> Callable[[Any], dict[str, Any]]:
+    """The configuration of a call that has none, and what the kernel brings nearer."""
+    return lambda x: dict(config=x.config or default(x), ahead=rows_of(x.ahead))
+
+
+@kernel("eps", "dtype", "first", "config", chosen=_chosen(lambda x: Config.stream(len(x.weight))))
 def stream_product(
     x: Float[Array, "1 C"],
     y: Float[Array, "P D"] | None,
@@ -243,20 +238,23 @@ def stream_product(
       interpret: parameters of Pallas' interpreter, None to compile.
     """
     assert y is not None or first % 4 == 0, first
-    config = config or Config.stream(weight.shape[0])
-    row = Stream(eps, first, _blocks(config, weight, scales))
-    static = row, config, jnp.dtype(dtype), interpret
-    return compiled(_run_stream, interpret, static=4)(*static, x, y, norm, weight, scales, rows_of(ahead))
-
-
-def _run_stream(row, config, dtype, interpret, x, y, norm, weight, scales, ahead):
-    shape = 1, weight.shape[1]
-    inputs = {"x": x, "y": y, "w": norm.astype(jnp.float32), "scales": _of_row(scales, shape)}
-    outputs = {"s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    results = _launch("stream_product", row, config, shape, inputs, outputs, dtype, weight, ahead, interpret)
+    results = _launch(
+        "stream_product",
+        Stream(eps, first),
+        config,
+        (1, weight.shape[1]),
+        {"x": x, "y": y, "w": norm.astype(jnp.float32)},
+        (weight, scales, dtype, ahead),
+        interpret,
+        outputs={"s": None if y is None else jax.ShapeDtypeStruct(x.shape, x.dtype)},
+    )
     return results.get("s", x), results["out"][None]
 
 
+@kernel(
+    *("eps", "activation", "dtype", "config"),
+    chosen=_chosen(lambda x: Config.heads() if x.scales is None else Config(8)),
+)
 def heads_product(
     o: Float[Array, "H V"],
     z: Float[Array, "G V"],
@@ -279,19 +277,15 @@ def heads_product(
       activation: of the gate, one of `gated_norm.ACTIVATIONS`.
       norm, weight, scales, eps, dtype, ahead, config, interpret: as for `stream_product`.
     """
-    config = config or (Config.heads() if scales is None else Config(8))
-    row = Heads(eps, activation, _blocks(config, weight, scales))
-    return compiled(_run_heads, interpret, static=4)(
-        row, config, jnp.dtype(dtype), interpret, o, z, norm, weight, scales, rows_of(ahead)
-    )
+    inputs, product = {"o": o, "z": z, "w": norm.astype(jnp.float32)}, (weight, scales, dtype, ahead)
+    row = Heads(eps, activation)
+    return _launch("heads_product", row, config, o.shape, inputs, product, interpret)["out"][None]
 
 
-def _run_heads(row, config, dtype, interpret, o, z, norm, weight, scales, ahead):
-    inputs = {"o": o, "z": z, "w": norm.astype(jnp.float32), "scales": _of_row(scales, o.shape)}
-    results = _launch("heads_product", row, config, o.shape, inputs, {}, dtype, weight, ahead, interpret)
-    return results["out"][None]
-
-
+@kernel(
+    *("group", "dtype", "config"),
+    chosen=_chosen(lambda x: Config.stream(len(x.weight)) if x.scales is None else Config(8)),
+)
 def attended_product(
     o: Parts,
     length: Int[Array, "1"],
@@ -319,51 +313,54 @@ def attended_product(
       dtype: of the result; None: the matrix'.
       ahead, config, interpret: as for `stream_product`.
     """
-    config = config or (Config.stream(weight.shape[0]) if scales is None else Config(8))
-    row, dtype = Attended(group, _blocks(config, weight, scales)), jnp.dtype(dtype or weight.dtype)
-    return compiled(_run_attended, interpret, static=4)(
-        row, config, dtype, interpret, o, length, z, weight, scales, rows_of(ahead)
+    results = _launch(
+        "attended_product",
+        Attended(group),
+        config,
+        (weight.shape[1] // o.o.shape[-1], o.o.shape[-1]),
+        {name: None if x is None else x[0] for name, x in o._asdict().items()} | {"z": z},
+        (weight, scales, dtype or weight.dtype, ahead),
+        interpret,
+        updated={"length": length},
     )
-
-
-def _run_attended(row, config, dtype, interpret, o, length, z, weight, scales, ahead):
-    shape, updated = (weight.shape[1] // o.o.shape[-1], o.o.shape[-1]), {"length": length}
-    inputs = {name: None if x is None else x[0] for name, x in o._asdict().items()}
-    inputs |= {"z": z, "scales": _of_row(scales, shape)}
-    launched = row, config, shape, inputs, {}, dtype, weight, ahead, interpret, updated
-    results = _launch("attended_product", *launched)
     return results["out"][None], results["length"]
 
 
-def _blocks(config: Config, weight: Any, scales: Any) -> Blocks | None:
-    """Blocks of the rows of a CTA in a matrix of codes; None of others."""
-    if scales is None:
-        return None
-    return Blocks(pl.cdiv(weight.shape[0] // config.rows, config.ctas) * config.rows)
+def _launch(
+    name: str,
+    row: Any,
+    config: Config | None,
+    shape: tuple[int, ...],
+    inputs: dict[str, Any],
+    product: tuple[Any, Any, Any, Any],
+    interpret: Any,
+    outputs: dict[str, Any] | None = None,
+    updated: dict[str, Any] | None = None,
+) -> dict[str, jax.Array]:
+    """Launches a kernel for a `Row` of a shape, made of inputs.
 
-
-def _of_row(scales: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
-    """Scales of every column in the shape of the row."""
-    return None if scales is None else scales.reshape(-1, *shape)
-
-
-def _launch(name, row, config, shape, inputs, outputs, dtype, weight, ahead, interpret, updated=None):
+    Args:
+      product: the matrix, its scales or None, the dtype of the product, and arrays for `device.ahead`.
+      outputs, updated: of `launch`, besides the product.
+    """
+    assert config is not None
+    weight, scales, dtype, ahead = product
     F, D = weight.shape
+    if scales is not None:
+        blocks = Blocks(pl.cdiv(F // config.rows, config.ctas) * config.rows)
+        row, scales = dataclasses.replace(row, blocks=blocks), scales.reshape(-1, *shape)
     config = dataclasses.replace(config, ctas=min(config.ctas, F // config.rows))
     columns = min(shape[1], WIDEST)
     weight = weight.reshape(F, D // columns, columns)  # one copy then brings a tile
     shape = (1 if row.blocks is None else row.blocks.count) * shape[0], shape[1]
-    memory = _memory(config, shape, weight, F // config.rows)
-    assert smem_bytes(memory, REDUCTION_BYTES) <= room(), f"{config}: {smem_bytes(memory)} bytes"
     return launch(
         name,
         functools.partial(_body, row=row, config=config),
-        inputs=inputs | {"weight": weight},
-        outputs=outputs | {"out": jax.ShapeDtypeStruct((F,), dtype)},
+        inputs=inputs | {"scales": scales, "weight": weight},
+        outputs={**(outputs or {}), "out": jax.ShapeDtypeStruct((F,), dtype)},
         updated=updated,
         ahead=ahead,
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, shape, weight, F // config.rows),
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups if config.warpgroups > 1 else None,

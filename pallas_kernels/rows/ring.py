@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, spread
 
 
 class Slots:
@@ -114,7 +114,7 @@ class TileRing(Slots):
             slot = self._slot(n)
             x = load(row(self.number(n)), self.layout.reduce(1))
             plgpu.barrier_wait(self.full.at[slot])
-            x = plgpu.layout_cast(lax.broadcast_in_dim(x, (self.depth, self.columns), [0]), self.layout)
+            x = spread(x, (self.depth, self.columns), 0, self.layout)
             products = load(self.tiles.at[slot], self.layout).astype(jnp.float32) * x
             for i in range(0, self.depth, WARPS):
                 acc = acc + products[i : i + WARPS]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, spread
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
@@ -61,7 +61,7 @@ class Numbers:
         total = None
         for i, v in enumerate(row):
             x = load(tile.at[:, i], self.layout)
-            v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1]), self.layout)
+            v = spread(v, x.shape, 1, self.layout)
             part = x.astype(jnp.float32) * v
             total = part if total is None else total + part
         assert total is not None
@@ -101,10 +101,10 @@ class Codes(Numbers):
         total = None
         for i, v in enumerate(row):
             x = self._load(dev, tile.at[:, i], self.layout)
-            v = plgpu.layout_cast(lax.broadcast_in_dim(v, x.shape, [1, 2, 3]), self.layout)
+            v = spread(v, x.shape, (1, 2, 3), self.layout)
             part = jnp.sum(x.astype(jnp.float32) * v, axis=3)
-            scale = lax.broadcast_in_dim(scales(i, self.layout.reduce((0, 2, 3))), part.shape, [1])
-            part = part * plgpu.layout_cast(scale, self.layout.reduce(3))
+            scale = scales(i, self.layout.reduce((0, 2, 3)))
+            part = part * spread(scale, part.shape, 1, self.layout.reduce(3))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -114,7 +114,7 @@ class Codes(Numbers):
 
 
 class Whole(Numbers):
-    """Numbers of 16 bits, as `layer.dense_stream` has them."""
+    """Numbers of 16 bits, as `rows.dense_stream` has them."""
 
     def rows(self, F: int, own: int) -> int:
         """Rows of a tile, where CTAs have `own` numbers each of an inner width F."""

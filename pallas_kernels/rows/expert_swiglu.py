@@ -14,7 +14,7 @@ are. Output (GMEM): pieces [tiles + ctas - 1, rows, D] float32, that of CTA c of
 there are. Groups of `GROUP` rows that a tile has none of are neither read nor written.
 Grid: persistent, one CTA or two on each multiprocessor, of `Config.warpgroups` warpgroups that multiply, each some
 rows of a tile, and one that loads. The rows of a tile stay in shared memory. Weights pass through a ring of slots,
-for `DEPTH` numbers of the sum of both branches, then the rows of W for 128 columns of y: `layer.expert_ring`.
+for `DEPTH` numbers of the sum of both branches, then the rows of W for 128 columns of y: `layer.operand_ring`.
 
 Barriers:
 
@@ -38,20 +38,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import WGMMA, WGMMA_TRANSPOSED
-from pallas_kernels.device.memory import (
-    SMEM_LIMIT,
-    Barriers,
-    Buffer,
-    Memory,
-    smem_bytes,
-    store_any,
-    transposed,
-)
+from pallas_kernels.device.memory import SMEM_LIMIT, Barriers, Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import DEPTH, Ring, barriers, roles
+from pallas_kernels.layer.operand_ring import DEPTH, Ring, barriers, roles
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -90,7 +82,7 @@ class Config:
         return cls(8, 1, stages, 2 * num_sms()) if rows == 8 else cls(rows, 2, stages)
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, gate_up: Any, rows: int) -> str | None:
+def check_supported(x: Shaped, gate_up: Any, rows: int) -> str | None:
     """Why the kernel cannot take rows x [.., D] in tiles of `rows`, and experts gate_up [E, D, 2 F]; None if it
     can."""
     D, F = x.shape[-1], gate_up.shape[2] // 2
@@ -222,18 +214,11 @@ def _multiply(cta: _Cta) -> None:
     def branches(first, is_last, *accs):
         """h of an item, to shared memory."""
 
-        def step(k, carry):
-            slot = ring.filled(first + k)
-            for n, a in enumerate(accs):
-                dev.issue(a, transposed(smem.w.at[slot, n]), transposed(smem.x.at[k, rows]))
-            dev.finish(2)
-            pl.when(k > 0)(lambda: ring.release(first + k - 1))
-            return carry
+        def issue(k, slot):
+            for n, acc in enumerate(accs):
+                dev.issue(acc, transposed(smem.w.at[slot, n]), transposed(smem.x.at[k, rows]))
 
-        lax.fori_loop(0, cta.deep, step, ())
-        dev.finish(0)
-        a, b = (dev.collect(a) for a in accs)
-        ring.release(first + cta.deep - 1)
+        a, b = ring.sums(dev, first, cta.deep, accs, issue)
         pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.x_empty))
         h = a * dev.reciprocal(1.0 + jnp.exp(-a), WGMMA) * b
         transposed(h_smem)[...] = h.astype(cta.gmem.x.dtype)
@@ -325,6 +310,7 @@ def _sum(gmem: Any, smem: Any, *, rows: int, of_tile: int, ctas: int) -> None:
     store_any(gmem.y.at[n, columns], total)
 
 
+@kernel("config")
 def expert_swiglu(
     x: Float[Array, "M D"],
     gate_up: Float[Array, "E D F2"],
@@ -354,14 +340,7 @@ def expert_swiglu(
     Returns:
       [N, D] float32.
     """
-    run = compiled(_run, interpret, static=2)
-    return run(config, interpret, x, gate_up, down, experts, counts, used, weights, places)
-
-
-def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, places):
     tiles, D, F = experts.shape[0], x.shape[1], down.shape[1]
-    memory = _memory(config, D, x.dtype)
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
     assert x.shape[0] == tiles * config.rows, (x.shape, tiles)
     pieces = jax.ShapeDtypeStruct((tiles + config.ctas - 1, config.rows, D), jnp.float32)
     made = launch(
@@ -369,8 +348,7 @@ def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, pl
         functools.partial(_body, config=config, interpreted=interpret is not None),
         inputs={"x": x, "gate_up": gate_up, "down": down, "experts": experts, "counts": counts, "used": used},
         outputs={"pieces": pieces},
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, D, x.dtype),
         ctas=config.ctas,
         warpgroups=config.warpgroups + 1,
         interpret=interpret,
@@ -381,7 +359,7 @@ def _run(config, interpret, x, gate_up, down, experts, counts, used, weights, pl
         functools.partial(_sum, rows=config.rows, of_tile=F // M, ctas=config.ctas),
         inputs={"pieces": made, "used": used, "weights": weights, "places": places},
         outputs={"y": jax.ShapeDtypeStruct((N, D), jnp.float32)},
-        memory={},
         ctas=N * D // width,
+        auto_barriers=True,
         interpret=interpret,
     )["y"]

@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.lanes import WARP, lane_layout, load
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.lanes import WARP, lane_layout, load, spread
+from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import Buffer, Memory, store_any
 from pallas_kernels.device.needs import Needs
@@ -66,9 +66,6 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
     (rows, k), tile = gmem.chosen.shape, grid_index()
     layout = lane_layout(WARP, 1)
 
-    def spread(x, shape, axis):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout)
-
     def number(axis):
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
@@ -78,7 +75,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
     def counts(i, _):
         expert, count = number(0) + i * AT_ONCE, jnp.float32(0)
         for c in chosen:
-            count = jnp.where(spread(c, shape, 1) == expert, 1.0, count)
+            count = jnp.where(spread(c, shape, 1, layout) == expert, 1.0, count)
         count = jnp.sum(count, axis=1).astype(jnp.int32)
         store_any(smem.count.at[pl.ds(i * AT_ONCE, AT_ONCE)], count)
         return ()
@@ -107,7 +104,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
 
         def ranks(i, _):
             before = number(1) < number(0) + i * AT_ONCE
-            rank = jnp.sum(jnp.where(before, spread(is_one, shape, 1), 0.0), axis=1)
+            rank = jnp.sum(jnp.where(before, spread(is_one, shape, 1, layout), 0.0), axis=1)
             store_any(smem.rank.at[pl.ds(i * AT_ONCE, AT_ONCE)], rank)
             return ()
 
@@ -118,7 +115,7 @@ def _body(gmem: Any, smem: Any, *, size: int, experts: int) -> None:
             jnp.maximum, [jnp.where(c == expert, float(j), 0.0) for j, c in enumerate(chosen)]
         )
         of_tile = size, rows
-        place, choice = (spread(x, of_tile, 1) for x in (jnp.where(is_one > 0.0, rank, 0.0), choice))
+        place, choice = (spread(x, of_tile, 1, layout) for x in (jnp.where(is_one > 0.0, rank, 0.0), choice))
         i, row = (plgpu.broadcasted_iota(jnp.int32, of_tile, d, layout=layout) for d in (0, 1))
         is_there = place == (i + (own + 1)).astype(jnp.float32)  # ranks are from 1 on
         pair = jnp.where(is_there, row.astype(jnp.float32) * float(k) + choice, 0.0)
@@ -145,6 +142,7 @@ def _copy(gmem: Any, smem: Any, tile: Any, rest: Any) -> None:
                     gmem.places[pair] = tile * size + r
 
 
+@kernel("experts", "size")
 def expert_tiles(
     x: Float[Array, "N D"],
     chosen: Int[Array, "N k"],
@@ -166,10 +164,6 @@ def expert_tiles(
       The tiles one behind the other [T * size, D]; the expert of each [T]; how many rows it has [T]; how many tiles
       there are [1]; and where each choice lies, in N rows or more, which is no place for one of no expert.
     """
-    return compiled(_run, interpret, static=3)(experts, size, interpret, x, chosen)
-
-
-def _run(experts, size, interpret, x, chosen):
     (N, D), k = x.shape, chosen.shape[1]
     rows = next(n for n in (32, 64, MOST) if n >= N)
     if N < rows:
@@ -188,6 +182,7 @@ def _run(experts, size, interpret, x, chosen):
         },
         memory=_memory(rows, size, experts),
         ctas=tiles,
+        auto_barriers=True,
         interpret=interpret,
     )
     return found["tiles"], found["experts"], found["counts"], found["used"], found["places"].reshape(rows, k)

@@ -2,14 +2,14 @@
 
     s = x + y;   c = s (mean(s^2) + eps)^(-1/2) w W^T;   q, k and v of c pass through the convolution
 
-A warpgroup has its own tiles of rows of W, among which are all that pass through the convolution, see `plan`. Their
-copies are on their way while the row is made, of which each warp makes a part. The others are claimed, by those that
-get memory fast more than by others. Sums are taken of s w, and scaled at the end: nobody waits for the norm. A CTA
-makes, by one warpgroup, at most one row that is no part of a tile: of the strengths, or of a head's decay.
+A warpgroup has its own tiles of rows of W, among which are all that pass through the convolution, see `delta_plan`.
+Their copies are on their way while the row is made, of which each warp makes a part. The others are claimed, by those
+that get memory fast more than by others. Sums are taken of s w, and scaled at the end: nobody waits for the norm. A
+CTA makes, by one warpgroup, at most one row that is no part of a tile: of the strengths, or of a head's decay.
 
-References (GMEM): x [D / CHUNK, CHUNK], y [P, ..] of x's shape or None, w of x's shape, float32; weight
+References (GMEM): x, y, w and s of `stream`; weight
 [F, pieces, WIDEST], whose rows lie as `Places` says; filters [C, taps], bias [C] or None; in place conv
-[1, C, taps - 1]; s of x's shape, or None; channels [F] float32; words [H, LINE], see
+[1, C, taps - 1]; channels [F] float32; words [H, LINE], see
 `delta_layer`. Shared memory: `Room.memory`.
 
 | barrier | who arrives                                            | who waits                      |
@@ -34,14 +34,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.claims import Claims, Turns
-from pallas_kernels.device.lanes import WARPS, load, vector_layout
-from pallas_kernels.device.launch import grid_index, warpgroup_index
+from pallas_kernels.device.lanes import load, vector_layout
+from pallas_kernels.device.launch import warpgroup_index
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
 from pallas_kernels.layer import rows as r
-from pallas_kernels.token.heads import Head, Places, Share
-from pallas_kernels.token.plan import CHUNKS, Plan
-from pallas_kernels.token.rooms import CHUNK, LAST, ROWS, WARPGROUPS, WIDEST
+from pallas_kernels.rows import stream
+from pallas_kernels.rows.delta_heads import Head, Places, Share
+from pallas_kernels.rows.delta_plan import Plan
+from pallas_kernels.rows.delta_rooms import LAST, ROWS, WARPGROUPS, WIDEST
 
 
 class Own(NamedTuple):
@@ -155,37 +156,23 @@ class Projections:
             self._start(self.own[n].rows, n)
 
     def _make_row(self) -> None:
-        """s w, and sums of squares of s, of which each warp makes a part, and the first copies."""
-        parts = self.plan.D // CHUNKS
-        makers = min(parts, WARPGROUPS)
-        pl.when(self.wg < makers)(lambda: self._make_part(self.wg, self._start_all))
-        pl.when(self.wg >= makers)(self._start_all)
-        for later in range(WARPGROUPS, parts, WARPGROUPS):
-            pl.when(self.wg < parts - later)(lambda later=later: self._make_part(self.wg + later))
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.smem.made)
+        """s w, and sums of squares of s, of which each warpgroup makes a part, and the first copies."""
+        smem, room = self.smem, self.room
 
-    def _make_part(self, part: Any, then: Callable[[], None] = lambda: None) -> None:
-        """A part of the row by this warpgroup; then: called when what it is made of has been asked for."""
-        gmem, smem, room, own = self.gmem, self.smem, self.room, pl.ds(part * WARPS, WARPS)
-        refs = [gmem.w.at[own], gmem.x.at[own]]
-        refs += [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
-        w, *parts = [r.load_whole(ref) for ref in refs]
-        asked = self.weights.ask(self, own)
-        then()  # what the row is made of would come after these copies
-        s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-        self.dev.store_flat(room.row(smem).at[pl.ds(part * CHUNKS, CHUNKS)], s * w)
-        store_any(room.squares(smem).at[own], r.row_sum(s * s))
-        self.weights.keep(self, own, asked)
-        if gmem.s is not None:
-            pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
+        def keep(part: Any, lines: Any, s: jax.Array, w: jax.Array, asked: list[jax.Array]) -> None:
+            self.dev.store_flat(room.row(smem).at[pl.ds(part * s.size, s.size)], s * w)
+            store_any(room.squares(smem).at[lines], r.row_sum(s * s))
+            self.weights.keep(self, lines, asked)
+
+        ask = functools.partial(self.weights.ask, self)
+        stream.make(self.gmem, self.wg, WARPGROUPS, ask, self._start_all, keep)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.made)
 
     def _scale(self) -> jax.Array:
         """The factor of the norm, when all have made their parts of the row."""
         plgpu.barrier_wait(self.smem.made)
-        squares, D = self.room.squares(self.smem), self.plan.D
-        total = functools.reduce(jnp.add, [squares[i] for i in range(D // CHUNK)])
-        return lax.rsqrt(total / D + self.eps)
+        return stream.scale(self.room.squares(self.smem), self.plan.D, self.eps)
 
     def _product(self, n: Any, number: Any, row: list[jax.Array], scale: jax.Array) -> jax.Array:
         """Results of the rows of the tile in the n-th slot in turn, the number-th one of the head."""

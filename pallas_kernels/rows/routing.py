@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from gdn_jax.shapes import Choice
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.layouts import COL, ROW, along_columns, along_rows, iota, round_up
 from pallas_kernels.device.memory import Buffer, store_any
 from pallas_kernels.device.needs import Needs
@@ -190,6 +190,7 @@ def _numbers(shape: tuple[int, int], first: int) -> jax.Array:
     return (iota(shape, 1) + first).astype(jnp.float32)
 
 
+@kernel("choice")
 def choose(
     x: Float[Array, "N E"], bias: Float[Array, " E"], choice: Choice, *, interpret: Any = None
 ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
@@ -201,10 +202,6 @@ def choose(
       choice: how experts are chosen.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run, interpret, static=2)(choice, interpret, x, bias)
-
-
-def _run(choice, interpret, x, bias):
     (N, E), k = x.shape, choice.per_token
     results = launch(
         "routing",
@@ -219,7 +216,6 @@ def _run(choice, interpret, x, bias):
             **dict.fromkeys(("groups", "kept", "w"), Buffer((ROWS,))),
             "e": Buffer((ROWS,), jnp.int32),
         },
-        auto_barriers=False,
         ctas=N,
         interpret=interpret,
     )

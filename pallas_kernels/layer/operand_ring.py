@@ -1,13 +1,14 @@
-"""The common parts of kernels of experts: roles of warpgroups, the ring between them, and how results leave.
+"""The ring of operands of kernels that multiply by wgmma, the roles of their warpgroups, and how results leave.
 
-Of a CTA some warpgroups multiply, and the one behind them loads. Operands pass through a ring of slots:
+Of a CTA some warpgroups multiply, and the one behind them loads. Operands pass through a ring of slots, each of which
+is released a step after the products that read it were issued:
 
     barrier       who arrives                              who waits
     full[slot]    every copy into the slot                 the multiplying warpgroups
     empty[slot]   the multiplying warpgroups               the loading warpgroup
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.launch import check_registers, grid_index, release_registers
 from pallas_kernels.device.memory import Barriers, Memory
+from pallas_kernels.device.operations import Device
 
 ROWS = 64
 """Rows of a result that a product of a warpgroup has."""
@@ -73,6 +75,31 @@ class Ring:
         """Tells the loading warpgroup that this one is done with the slot of a step."""
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
+    def sums(
+        self, dev: Device, first: Any, steps: Any, accs: Sequence[Any], issue: Callable[[Any, Any], None]
+    ) -> list[jax.Array]:
+        """The sums in accumulators, when the products of some steps have been added to each.
+
+        Args:
+          first, steps: number of the first step, and how many there are.
+          issue: issue(k, slot) issues the products of the k-th of them, one for each accumulator.
+        """
+
+        def step(k, carry):
+            issue(k, self.filled(first + k))
+            dev.finish(len(accs))
+            pl.when(k > 0)(lambda: self.release(first + k - 1))
+            return carry
+
+        lax.fori_loop(0, steps, step, ())
+        dev.finish(0)
+        results = [dev.collect(acc) for acc in accs]
+        if isinstance(steps, int):
+            self.release(first + steps - 1)
+        else:  # there may be none
+            pl.when(steps > 0)(lambda: self.release(first + steps - 1))
+        return results
+
 
 def roles(wg: Any, multiplying: int, load: Callable[[], None], multiply: Callable[[], None]) -> None:
     """Runs load() in the last warpgroup of a CTA, and multiply() in those before it; wg is the number of this one.
@@ -99,16 +126,16 @@ def share(items: Any, ctas: int) -> jax.Array:
 
 
 def store(out: Any, x: jax.Array, target: Callable[[int], Any]) -> None:
-    """Writes the rows of a warpgroup, `OUT` columns at a time.
+    """Writes the rows of a warpgroup, some columns at a time.
 
     Args:
-      out: shared memory [ROWS, OUT], whose last copy may still be on its way.
+      out: shared memory [ROWS, OUT], whose last copy may still be on its way; of another kernel it may be narrower.
       x: [ROWS, columns] float32.
       target: where the columns from a number on go.
     """
-    rounded = x.astype(out.dtype)
-    for first in range(0, x.shape[1], OUT):
+    rounded, width = x.astype(out.dtype), out.shape[1]
+    for first in range(0, x.shape[1], width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = rounded[:, first : first + OUT]
+        out[...] = rounded[:, first : first + width]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, target(first))

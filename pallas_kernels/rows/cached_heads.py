@@ -11,7 +11,7 @@ bfloat16 or float16; frequencies [R / 2] float32 of the angles, or none; weights
 queries'. In place (GMEM): keys and values [rows, S, N, K] of x's dtype. A token whose slot is none of S writes
 nothing, and its queries are NaN.
 Output (GMEM): queries [B, N, G', K], where G' is a multiple of eight that holds the H / N heads of a key head, as
-`layer.attention_rows` takes them; the heads that fill it up are 0.
+`rows.attention_rows` takes them; the heads that fill it up are 0.
 Grid: a warpgroup for each head of each row, each of whose warps has the whole head. No shared memory.
 Numerics: float32, rounded once. The same bits in every call. Hardware: `NEEDS`. Limits: `check_supported`.
 """
@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.angles import cos_and_sin
 from pallas_kernels.device.lanes import WARP, load, vector_layout
-from pallas_kernels.device.launch import compiled, grid_index, launch
+from pallas_kernels.device.launch import grid_index, kernel, launch
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.needs import Needs
 
@@ -150,6 +150,7 @@ def _body(gmem: Any, smem: Any, *, sizes: Sizes, eps: float) -> None:
         write(gmem.v.at[cached, slot, head - (sizes.H + sizes.N)], read())
 
 
+@kernel("heads", "eps")
 def cached_heads(
     x: Float[Array, "B F"],
     cache: tuple[Float[Array, "rows S N K"], Float[Array, "rows S N K"]],
@@ -177,10 +178,6 @@ def cached_heads(
       eps: of the norms.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run, interpret, static=3)(heads, eps, interpret, x, cache, slots, rows, norms, rotation)
-
-
-def _run(heads, eps, interpret, x, cache, slots, rows, norms, rotation):
     (B, _), (*_, N, K) = x.shape, cache[0].shape
     sizes = Sizes(heads, N, K, 0 if rotation is None else rotation.frequencies.shape[0])
     q_norm, k_norm = (None, None) if norms is None else norms
@@ -199,9 +196,7 @@ def _run(heads, eps, interpret, x, cache, slots, rows, norms, rotation):
         },
         outputs={"q": jax.ShapeDtypeStruct((B, N, sizes.whole, K), x.dtype)},
         updated={"k": cache[0], "v": cache[1]},
-        memory={},
         ctas=B * (heads + 2 * N),
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         interpret=interpret,
     )

@@ -20,21 +20,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import compiled, grid_index, launch, warpgroup_index
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, launch, warpgroup_index
 from pallas_kernels.device.memory import Barriers, Buffer, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.layer import rows as r
+from pallas_kernels.rows.stream import DTYPES, LINE, PART, scale, total
 
 NEEDS = Needs.NOTHING
-
-LINE = 128
-"""Numbers of the stream that a warp adds up, four for each thread."""
 
 MOST_PARTS = 8
 MOST_ROWS = 128
@@ -42,11 +39,11 @@ WARPGROUPS = 4
 REDUCTION_BYTES = 16
 
 
-def check_supported(x: jax.ShapeDtypeStruct | jax.Array, parts: int) -> str | None:
+def check_supported(x: Shaped, parts: int) -> str | None:
     """Why the kernel cannot take a stream [.., D] and this number of parts; None if it can."""
-    D, dtypes = x.shape[-1], (jnp.float32, jnp.bfloat16, jnp.float16)
-    if x.dtype not in dtypes or D % (WARPS * LINE) or not 0 < D <= r.WIDEST:
-        of = f"multiples of {WARPS * LINE} up to {r.WIDEST}"
+    D = x.shape[-1]
+    if x.dtype not in DTYPES or D % PART or not 0 < D <= r.WIDEST:
+        of = f"multiples of {PART} up to {r.WIDEST}"
         return f"rows of {D} {x.dtype}; the kernel takes float32, bfloat16 and float16, and {of}"
     if not 0 < x.size // D <= MOST_ROWS or not 0 < parts <= MOST_PARTS:
         return f"{x.size // D} rows in {parts} parts; the kernel takes {MOST_ROWS} in {MOST_PARTS} at most"
@@ -54,7 +51,7 @@ def check_supported(x: jax.ShapeDtypeStruct | jax.Array, parts: int) -> str | No
 
 
 def _body(gmem: Any, smem: Any, *, eps: float, warpgroups: int) -> None:
-    row, wg, (lines, width) = grid_index(), warpgroup_index(), gmem.w.shape
+    row, wg, (lines, _) = grid_index(), warpgroup_index(), gmem.w.shape
     groups = range(0, lines // WARPS, warpgroups)
 
     def each(part: Callable[[Any], None]) -> None:
@@ -66,21 +63,21 @@ def _body(gmem: Any, smem: Any, *, eps: float, warpgroups: int) -> None:
     def add(own: Any) -> None:
         refs = [gmem.x.at[row, own], *(gmem.y.at[n, row, own] for n in range(gmem.y.shape[0]))]
         w, *parts = [r.load_whole(ref) for ref in (gmem.w.at[own], *refs)]
-        s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
+        s = total(parts)
         store_any(smem.v.at[own], s * w)
         store_any(smem.squares.at[own], r.row_sum(s * s))
         store_any(gmem.s.at[row, own], s.astype(gmem.s.dtype))
 
     def scaled(own: Any) -> None:
-        store_any(gmem.n.at[row, own], (r.load_whole(smem.v.at[own]) * scale).astype(gmem.n.dtype))
+        store_any(gmem.n.at[row, own], (r.load_whole(smem.v.at[own]) * factor).astype(gmem.n.dtype))
 
     each(add)
     generations.meet(smem.made)
-    squares = functools.reduce(jnp.add, [smem.squares[n] for n in range(lines)])
-    scale = lax.rsqrt(squares / (lines * width) + eps)
+    factor = scale(smem.squares, lines * LINE, eps)
     each(scaled)
 
 
+@kernel("eps", "dtype")
 def parts_norm(
     x: Float[Array, "B D"],
     y: Float[Array, "P B D"],
@@ -100,10 +97,6 @@ def parts_norm(
       dtype: of the norm.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    return compiled(_run, interpret, static=3)(eps, jnp.dtype(dtype), interpret, x, y, norm)
-
-
-def _run(eps, dtype, interpret, x, y, norm):
     (B, D), like = x.shape, jax.ShapeDtypeStruct
     lines = D // LINE, LINE
     warpgroups = min(WARPGROUPS, lines[0] // WARPS)
@@ -121,7 +114,6 @@ def _run(eps, dtype, interpret, x, y, norm):
             "squares": Buffer((lines[0],)),
             "made": Barriers(arrivals=warpgroups),
         },
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=B,
         warpgroups=warpgroups,

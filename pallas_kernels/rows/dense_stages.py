@@ -1,4 +1,4 @@
-"""The stages of `layer.dense_stream`, which says what they compute, and how their work is cut."""
+"""The stages of `rows.dense_stream`, which says what they compute, and how their work is cut."""
 
 import dataclasses
 import functools
@@ -13,23 +13,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import generations
 from pallas_kernels.device.grid_barrier import most_ctas
-from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load
+from pallas_kernels.device.lanes import WARP, WARPS, lane_layout, load, spread
 from pallas_kernels.device.launch import grid_index
 from pallas_kernels.device.layouts import round_up
 from pallas_kernels.device.memory import store_any
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer import rows as r
-from pallas_kernels.layer.dense_weights import BLOCK, WIDEST, Whole
-from pallas_kernels.layer.tile_ring import Slots
+from pallas_kernels.rows.ring import Slots
+from pallas_kernels.rows.weights import BLOCK, WIDEST, Whole
 
 SLICE = WARP * WARPS
 """Numbers of h of a CTA are kept in multiples of it: a thread has as many of them as there are multiples."""
 
 LONGEST = 2 * SLICE - 2 * WARPS
 """Numbers of h of a CTA at most."""
-
-LINE = 128
-"""Numbers of the stream that a warp adds up, four for each thread."""
 
 COLUMNS = (8, 16, 32, 64)
 """Columns of z that a CTA may add up."""
@@ -138,49 +134,6 @@ class Slice:
         return self.first + jnp.minimum(group * self.rows, self.own - self.rows)
 
 
-class Row:
-    """The norm of the stream, of which each warpgroup of every CTA makes parts, [WARPS, LINE]."""
-
-    def __init__(
-        self, gmem: Any, smem: Any, eps: float, wg: Any, dev: Device, D: int, weights: Whole, own: Slice
-    ) -> None:
-        self.gmem, self.smem, self.eps, self.wg, self.dev, self.D = gmem, smem, eps, wg, dev, D
-        self.weights, self.first = weights, own.first
-
-    def make(self, begin: Callable[[], None], warpgroups: int) -> None:
-        """Writes v = s w and squares of s to shared memory; the first CTA writes s.
-
-        Args:
-          begin: starts copies; called when what the row is made of has been asked for: it would come after them.
-          warpgroups: how many there are.
-        """
-        parts = self.D // (WARPS * LINE)
-        makers = min(parts, warpgroups)
-        pl.when(self.wg < makers)(lambda: self._part(self.wg, begin))
-        pl.when(self.wg >= makers)(begin)
-        for later in range(warpgroups, parts, warpgroups):
-            pl.when(self.wg < parts - later)(lambda later=later: self._part(self.wg + later))
-
-    def _part(self, part: Any, then: Callable[[], None] = lambda: None) -> None:
-        gmem, smem, own = self.gmem, self.smem, pl.ds(part * WARPS, WARPS)
-        refs = [gmem.w.at[own], gmem.x.at[own]]
-        refs += [] if gmem.y is None else [gmem.y.at[n, own] for n in range(gmem.y.shape[0])]
-        w, *parts = [r.load_whole(ref) for ref in refs]
-        asked = self.weights.ask(gmem, self.first, own)
-        then()
-        s = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
-        store_any(smem.squares.at[own], r.row_sum(s * s))
-        self.dev.store_flat(smem.v.at[pl.ds(part * s.size, s.size)], s * w)
-        self.weights.keep(smem, asked, own)
-        if gmem.s is not None:
-            pl.when(grid_index() == 0)(lambda: store_any(gmem.s.at[own], s.astype(gmem.s.dtype)))
-
-    def scale(self) -> jax.Array:
-        """The factor of the norm, by which the products of v are multiplied."""
-        squares = [self.smem.squares[n] for n in range(self.D // LINE)]
-        return lax.rsqrt(functools.reduce(jnp.add, squares) / self.D + self.eps)
-
-
 def _over_threads() -> Any:
     """Layout of rows of a piece over all threads of a warpgroup, which have neighbouring columns."""
     each = WIDEST // (WARPS * WARP)
@@ -284,7 +237,7 @@ class Tiles:
             _, group = self._place(n)
             h = load(self.smem.h.at[self.wg, pl.ds(group * rows, rows)], layout.reduce(1))
             tile, made = ring.wait(n), []
-            h = plgpu.layout_cast(lax.broadcast_in_dim(h, (rows, WIDEST), [0]), layout)
+            h = spread(h, (rows, WIDEST), 0, layout)
             for p, total in enumerate(totals):
                 products = load(tile.at[:, p], layout).astype(jnp.float32) * h
                 parts = [products[i : i + 1] for i in range(rows)]

@@ -15,7 +15,7 @@ o [B, N, parts, G, V], not divided by the sum of its weights; maxima and sums [B
 base 2.
 Grid: persistent, one CTA on each multiprocessor. An item is a part of a row's tiles of tokens, of one key head. A CTA
 has a warpgroup that multiplies and one that loads. The cache passes through a ring of slots [`TOKENS`, 64], a tile in
-as many as have its keys and values, which are free once the tile has been multiplied twice: `layer.expert_ring`.
+as many as have its keys and values, which are free once the tile has been multiplied twice: `layer.operand_ring`.
 
 Barriers:
 
@@ -40,20 +40,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.launch import compiled, grid_index, launch, num_sms, warpgroup_index
+from pallas_kernels.device.launch import grid_index, kernel, launch, num_sms, warpgroup_index
 from pallas_kernels.device.layouts import COL, LOG2_E, WGMMA, WGMMA_TRANSPOSED, along_columns, iota, zeros
-from pallas_kernels.device.memory import (
-    SMEM_LIMIT,
-    Barriers,
-    Buffer,
-    Memory,
-    smem_bytes,
-    store_any,
-    transposed,
-)
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, store_any, transposed
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.expert_ring import Ring, barriers, roles, share
+from pallas_kernels.layer.operand_ring import Ring, barriers, roles, share
 
 NEEDS = Needs.TMA | Needs.WGMMA
 
@@ -320,6 +312,7 @@ class Parts(NamedTuple):
         return jnp.sum(factor[..., None] * self.o, axis=2) / jnp.sum(factor * self.total, axis=2)[..., None]
 
 
+@kernel("scale", "more", "config", chosen=lambda x: dict(config=x.config or Config.of(x.queries, x.cache)))
 def attention_rows(
     queries: Sequence[Float[Array, "B N G _"]],
     cache: Sequence[Float[Array, "R S N _"]],
@@ -335,15 +328,11 @@ def attention_rows(
 
     Args: as for `attention_parts`.
     """
-    static = config or Config.of(queries, cache), (scale, more), interpret
-    return compiled(_added_up, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
-
-
-def _added_up(config, of_scores, interpret, queries, *others):
-    parts = _run(config, of_scores, interpret, queries, *others)
+    parts = _launch(queries, cache, length, rows, scale, more, config, interpret)
     return parts.whole().astype(queries[0].dtype)[:, :, : queries[0].shape[2]]
 
 
+@kernel("scale", "more", "config", chosen=lambda x: dict(config=x.config or Config.of(x.queries, x.cache)))
 def attention_parts(
     queries: Sequence[Float[Array, "B N G _"]],
     cache: Sequence[Float[Array, "R S N _"]],
@@ -367,15 +356,12 @@ def attention_parts(
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    static = config or Config.of(queries, cache), (scale, more), interpret
-    return compiled(_run, interpret, static=3)(*static, tuple(queries), tuple(cache), length, rows)
+    return _launch(queries, cache, length, rows, scale, more, config, interpret)
 
 
-def _run(config, of_scores, interpret, queries, cache, length, rows):
+def _launch(queries, cache, length, rows, scale, more, config, interpret) -> Parts:
     (B, N, G, _), (R, S, *_), wide = queries[0].shape, cache[0].shape, jnp.float32
     pieces, dtype, heads = Pieces.of(queries, cache), queries[0].dtype, _whole(G)
-    memory = _memory(config, heads, pieces, dtype)
-    assert smem_bytes(memory) <= SMEM_LIMIT, f"{config}: {smem_bytes(memory)} bytes of shared memory"
     filled = [jnp.pad(q, ((0, 0), (0, 0), (0, heads - G), (0, 0))) for q in queries]
     of_parts = B, N, config.parts, heads
     found = launch(
@@ -384,8 +370,8 @@ def _run(config, of_scores, interpret, queries, cache, length, rows):
             _body,
             config=config,
             pieces=pieces,
-            scale=of_scores[0],
-            more=of_scores[1],
+            scale=scale,
+            more=more,
             interpreted=interpret is not None,
         ),
         inputs={
@@ -399,8 +385,7 @@ def _run(config, of_scores, interpret, queries, cache, length, rows):
             "largest": jax.ShapeDtypeStruct(of_parts, wide),
             "total": jax.ShapeDtypeStruct(of_parts, wide),
         },
-        memory=memory,
-        auto_barriers=False,
+        memory=_memory(config, heads, pieces, dtype),
         ctas=config.ctas,
         warpgroups=2,
         interpret=interpret,

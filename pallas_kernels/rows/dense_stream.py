@@ -14,7 +14,7 @@ all CTAs (`device.grid_barrier`) each adds up some columns of all parts, so z is
 
 Inputs (GMEM): x [1, D] and y [P, D], which are added up, or none; w [D] float32; A and B one after the other as
 gate_up [2 F, D], W as down [F, D], of one dtype, bfloat16 or float16, or codes of E4M3 with scales of their blocks
-(`dense_weights`). Between the stages (GMEM): parts of z
+(`weights`). Between the stages (GMEM): parts of z
 [slices, D] float32. Outputs (GMEM): s [1, D] of x's dtype, where there is y; z [1, D] float32.
 Grid: as many CTAs of four warpgroups as there are multiprocessors, of which a multiple of 16 have a slice. A tile is
 four rows of A, B or W, or some of their columns, of which a warpgroup has always the same. Shared memory: `_memory`.
@@ -41,43 +41,36 @@ from pallas_kernels.device import generations
 from pallas_kernels.device.ahead import bring, rows_of
 from pallas_kernels.device.grid_barrier import launch_stages
 from pallas_kernels.device.lanes import WARPS
-from pallas_kernels.device.launch import compiled, grid_index, room, warpgroup_index
-from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes
+from pallas_kernels.device.launch import Shaped, grid_index, kernel, room, warpgroup_index
+from pallas_kernels.device.memory import Barriers, Buffer, Memory, smem_bytes, store_any
 from pallas_kernels.device.needs import Needs
 from pallas_kernels.device.operations import Device
-from pallas_kernels.layer.dense_stages import (
+from pallas_kernels.layer import rows as r
+from pallas_kernels.rows import stream
+from pallas_kernels.rows.dense_stages import (
     COLUMNS,
-    LINE,
     LONGEST,
     PIECES,
     WIDEST,
     Config,
-    Row,
     Sizes,
     Slice,
     Tiles,
     add_parts,
     rows_of_columns,
 )
-from pallas_kernels.layer.dense_weights import of_dtype
+from pallas_kernels.rows.weights import of_dtype
 
 NEEDS = Needs.MMA
 
 REDUCTION_BYTES = 16
 
 
-def check_supported(
-    x: jax.ShapeDtypeStruct | jax.Array,
-    gate_up: jax.ShapeDtypeStruct | jax.Array,
-    down: jax.ShapeDtypeStruct | jax.Array,
-    ctas: int,
-) -> str | None:
+def check_supported(x: Shaped, gate_up: Shaped, down: Shaped, ctas: int) -> str | None:
     """Why so many CTAs cannot take a row x [1, D], the branches [2 F, D] and W [F, D]; None if they can."""
-    (rows, D), F = x.shape, down.shape[0]
-    if rows != 1:
-        return f"{rows} rows; the kernel takes one"
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"x is {x.dtype}; the kernel takes float32, bfloat16 and float16"
+    D, F = x.shape[1], down.shape[0]
+    if reason := stream.check_supported(x):
+        return reason
     weights = of_dtype(down.dtype)
     if down.dtype != gate_up.dtype or weights is None:
         return f"weights of {gate_up.dtype} and {down.dtype}; the kernel takes 16 bits, or E4M3, one for both"
@@ -85,7 +78,7 @@ def check_supported(
     warps = config.warpgroups * WARPS
     if ctas < warps:
         return f"{ctas} multiprocessors; the kernel takes {warps} or more"
-    unit, most = WARPS * LINE, COLUMNS[-1] * ctas
+    unit, most = stream.PART, COLUMNS[-1] * ctas
     sizes = Sizes(D, F, config.warpgroups, config.slices, weights)
     if D % unit or not 0 < D <= most or not sizes.chunks:
         return f"rows of {D}; the kernel takes multiples of {unit} up to {most}, in few pieces"
@@ -107,7 +100,7 @@ def _memory(sizes: Sizes, config: Config, dtype: Any) -> Memory:
     return {
         "tiles": Buffer((config.slots * n, sizes.rows, sizes.pieces, WIDEST), dtype),
         **weights.memory(sizes.D),
-        "squares": Buffer((sizes.D // LINE,)),
+        "squares": Buffer((sizes.D // stream.LINE,)),
         "parts": Buffer((2, sizes.chunks, sizes.room)),
         "h": Buffer((n, sizes.room)),
         "z": Buffer((n, sizes.pieces, WIDEST)),
@@ -132,13 +125,19 @@ def _body(
     wg, own, dev = warpgroup_index(), Slice(sizes), Device(interpreted)
 
     meet = functools.partial(generations.meet, smem.made)
-    row = Row(gmem, smem, eps, wg, dev, sizes.D, sizes.weights, own)
     tiles = Tiles(gmem, smem, sizes, wg, own, dev)
-    row.make(tiles.begin, config.warpgroups)
+
+    def keep(part: Any, lines: Any, s: jax.Array, w: jax.Array, asked: Any) -> None:
+        store_any(smem.squares.at[lines], r.row_sum(s * s))
+        dev.store_flat(smem.v.at[pl.ds(part * s.size, s.size)], s * w)
+        sizes.weights.keep(smem, asked, lines)
+
+    ask = functools.partial(sizes.weights.ask, gmem, own.first)
+    stream.make(gmem, wg, config.warpgroups, ask, tiles.begin, keep)
     meet()
     tiles.multiply_branches()
     meet()
-    tiles.make_h(row.scale())
+    tiles.make_h(stream.scale(smem.squares, sizes.D, eps))
     tiles.multiply_down()
     meet()
     pl.when(grid_index() < sizes.slices)(tiles.write_part)
@@ -149,6 +148,7 @@ def _body(
     add_parts(gmem, smem, sizes, config.ctas, wg, meet)
 
 
+@kernel("eps", "config", chosen=lambda x: dict(config=x.config or Config.default(), ahead=rows_of(x.ahead)))
 def dense_stream(
     x: Float[Array, "1 D"],
     y: Float[Array, "P D"] | None,
@@ -171,45 +171,35 @@ def dense_stream(
       norm: weight of the norm.
       gate_up: rows of both branches, one branch after the other.
       down: rows of the projection down.
-      scales: of the blocks of both branches and of W, where these are codes of E4M3, see `dense_weights`; else None.
+      scales: of the blocks of both branches and of W, where these are codes of E4M3, see `weights`; else None.
       eps: of the norm.
       ahead: arrays that the kernels after this one read first, see `device.ahead`.
       words: of the barrier, as for `grid_barrier.launch_stages`.
       config: None for the default.
       interpret: parameters of Pallas' interpreter, None to compile.
     """
-    static = config or Config.default(), eps, interpret
-    return compiled(_run, interpret, static=3)(
-        *static, x, y, norm, gate_up, down, scales, rows_of(ahead), words
-    )
-
-
-def _run(config, eps, interpret, x, y, norm, gate_up, down, scales, ahead, words):
+    assert config is not None
     (F, D), like, f32 = down.shape, jax.ShapeDtypeStruct, jnp.float32
     weights = of_dtype(down.dtype)
     assert weights is not None
     sizes = Sizes(D, F, config.warpgroups, config.slices, weights)
     config = _fitting(sizes, config, down.dtype)
-    by_warps, pieces = (D // LINE, LINE), (D // WIDEST, WIDEST)
-    stream = x.reshape(by_warps)
+    pieces, of_stream = (D // WIDEST, WIDEST), stream.inputs(x, y, norm)
     made = launch_stages(
         "dense_stream",
         functools.partial(_body, sizes=sizes, config=config, eps=eps, interpreted=interpret is not None),
         2,
         inputs={
-            "x": stream,
-            "y": None if y is None else y.reshape(-1, *stream.shape),
-            "w": norm.astype(f32).reshape(by_warps),
+            **of_stream,
             "gate_up": gate_up.reshape(2 * F, *pieces),
             "down": down.reshape(F, *pieces),
             "scales": scales,
         },
         between={"part": like((config.slices, *pieces), f32)},
-        outputs={"s": None if y is None else like(stream.shape, x.dtype), "z": like((1, D), f32)},
+        outputs={"s": None if y is None else like(of_stream["x"].shape, x.dtype), "z": like((1, D), f32)},
         words=words,
         memory=_memory(sizes, config, down.dtype),
         ahead=ahead,
-        auto_barriers=False,
         reduction_bytes=REDUCTION_BYTES,
         ctas=config.ctas,
         warpgroups=config.warpgroups,

@@ -4,13 +4,13 @@
     of these the experts e with the k largest c, the first of equal ones first;   w_e = factor s_e / sum of the k s
 
 or with softmax s = exp(x - max x) and c = x, without groups. Weights that are not normalised are s, and with softmax
-s / sum of all s. A c or a sum that is NaN comes before every number, as in `layer.routing`. The shared expert has the
+s / sum of all s. A c or a sum that is NaN comes before every number, as in `rows.routing`. The shared expert has the
 score after them, and its sigmoid as weight; without such a score its weight is 1.
 
 The scores x are published by all CTAs (`device.grid_barrier`), and read as soon as they are known. Each thread of
 the warp has neighbouring experts. A group's two largest pass through the threads that have it; then k times the warp
 finds the largest number of all threads in one instruction, and takes it out. A kernel of its own, that of
-`layer.routing`, takes longer than this choice: it ends before the experts are read.
+`rows.routing`, takes longer than this choice: it ends before the experts are read.
 
 Inputs (GMEM): scores [E] or [E + 1], and with sigmoids bias [E] float32. Shared memory: `memory`.
 Numerics: float32. Limits: `check_supported`.
@@ -26,7 +26,7 @@ from gdn_jax.shapes import Choice
 from pallas_kernels.device.lanes import WARP, lane_layout, load
 from pallas_kernels.device.memory import Buffer, Memory
 from pallas_kernels.device.warp_choice import pick
-from pallas_kernels.layer.routing import nan_first
+from pallas_kernels.rows.routing import nan_first
 
 MOST = 32
 """Experts of a token at most, one for each thread."""
