@@ -270,7 +270,7 @@ def weights(
     """Weights of the blocks of a hybrid model of Qwen.
 
     Args:
-      projections: makes those of the projections of a GatedDeltaNet's input, as `_projections`.
+      projections: makes the weights of the projections of a GatedDeltaNet's input, as `_projections`.
     """
     for layer, kind in enumerate(config.types):
         tensors, params = f"{names.prefix}layers.{layer}", f"blocks.{layer}.mixer"

@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
     Fields:
       conv, state: of the cache after the tokens before; None before the first one.
-      mask, segment_ids, cu_seqlens: as for a call, but the ids of padding are those of the nearest token.
+      mask, segment_ids, cu_seqlens: as for a call, but padding has the id of the nearest token.
     """
 
     conv: Float[Array, "N conv_dim W1"] | None = None
@@ -61,10 +61,10 @@ class Rows(NamedTuple):
         return self.state is not None and x.shape[1] == 1 and self.cu_seqlens is None
 
     def packing(self, initial_state: Array | None) -> dict[str, Any]:
-        """Keywords of a rule or a convolution.
+        """Returns the keywords that a rule or a convolution takes for these rows.
 
         Args:
-          initial_state: its own of the states here.
+          initial_state: `conv` or `state`, whichever the operation goes on from.
         """
         ids = dict(segment_ids=self.segment_ids, cu_seqlens=self.cu_seqlens)
         return dict(initial_state=initial_state) | ids

@@ -76,7 +76,7 @@ def usable(
     """Whether kernels run on this device, for a caller that lets them and whose arguments they take.
 
     Args:
-      implementation: the delta rule's; no kernel is used with others than those of `BY_KERNELS`.
+      implementation: the delta rule's; a name that is not in `BY_KERNELS` uses no kernel.
       kernel: module of the kernel that is meant, see `device_reason`.
       part: what runs in plain JAX beside the rule's kernels, which are there for every shape, where "mosaic_gpu" is
         named and the part has none: a warning says so. None: there is no warning.

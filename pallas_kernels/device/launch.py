@@ -152,7 +152,7 @@ def kernel[F: Callable[..., Any]](
     """A decorator: the function of a kernel is compiled by itself, but where it is interpreted, see `compiled`.
 
     Args:
-      static: names of the function's arguments that are static, besides interpret.
+      static: names of the function's static arguments; interpret is static, too.
       chosen: from all arguments, by name, to some that take the place of the call's, before it is compiled: what
         depends on the device, and arrays that calls of one kernel have in different shapes.
     """

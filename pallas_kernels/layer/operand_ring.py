@@ -1,7 +1,7 @@
 """The ring of operands of kernels that multiply by wgmma, the roles of their warpgroups, and how results leave.
 
-Of a CTA some warpgroups multiply, and the one behind them loads. Operands pass through a ring of slots, each of which
-is released a step after the products that read it were issued:
+All warpgroups of a CTA but the last one multiply, and the last one loads. Operands pass through a ring of slots, each
+of which is released a step after the products that read it were issued:
 
     barrier       who arrives                              who waits
     full[slot]    every copy into the slot                 the multiplying warpgroups
@@ -121,7 +121,7 @@ def roles(wg: Any, multiplying: int, load: Callable[[], None], multiply: Callabl
 
 
 def share(items: Any, ctas: int) -> jax.Array:
-    """How many of so many items are this CTA's, of which it has each `ctas`-th."""
+    """The number of items of this CTA, which takes each `ctas`-th of them."""
     return lax.div(items + ctas - 1 - grid_index(), jnp.int32(ctas))
 
 

@@ -30,7 +30,7 @@ class HeadDecay:
     tile: ClassVar[type[Tile]] = Tile
     """A warpgroup's part of the state."""
     tiles: ClassVar[tuple[str, ...]] = ()
-    """Parts of `Places` that are K rows of W_in for each value head, and so tiles, besides q, k, v and the gate."""
+    """Parts of `Places` that are K rows of W_in for each value head, and so tiles, next to q, k, v and the gate."""
     singles: ClassVar[tuple[str, ...]] = ("strength", "decay")
     """Parts of `Places` that are one row of W_in for each value head."""
     vectors: ClassVar[int] = 0

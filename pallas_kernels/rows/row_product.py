@@ -341,7 +341,7 @@ def _launch(
 
     Args:
       product: the matrix, its scales or None, the dtype of the product, and arrays for `device.ahead`.
-      outputs, updated: of `launch`, besides the product.
+      outputs, updated: of `launch`, without the product.
     """
     assert config is not None
     weight, scales, dtype, ahead = product
