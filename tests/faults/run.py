@@ -39,8 +39,8 @@ FILES = (
     "README.md",
 )
 """Where faults are put."""
-SECONDS = 900
-"""Of one test run: a fault may make a kernel wait for ever."""
+SECONDS, EACH = 900, 10
+"""Seconds that a run of tests has, and more for each of them: a fault may make a kernel wait for ever."""
 
 PASSED, FAILED = 0, 1
 """Exit codes of pytest; all others are errors of collection or of the call."""
@@ -94,6 +94,7 @@ def place(copy: Path, fault: Fault) -> Path | str:
 
 def pytest(copy: Path, *tests: str) -> tuple[int | None, str]:
     """Exit code of the tests of the copy (None: they did not end), and the first failure or the last line."""
+    seconds = SECONDS + EACH * len(tests)
     # The copy comes first on the path, before an installed project. No bytecode: it is taken for that of a file which
     # was changed within the same second and kept its size.
     environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(copy)}
@@ -102,9 +103,9 @@ def pytest(copy: Path, *tests: str) -> tuple[int | None, str]:
     command += ["--changed", "--no-record"]  # a test of a kernel that is not chosen notices no fault in it
     options = dict(cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        done = subprocess.run(command, text=True, errors="replace", timeout=SECONDS, **options)
+        done = subprocess.run(command, text=True, errors="replace", timeout=seconds, **options)
     except subprocess.TimeoutExpired:
-        return None, f"{' '.join(tests)} did not end in {SECONDS} s"
+        return None, f"{' '.join(tests)} did not end in {seconds} s"
     lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     missing = re.search(r"ModuleNotFoundError: No module named \S+", done.stdout)
     failures = [line.removeprefix("FAILED ") for line in lines if line.startswith("FAILED ")]
