@@ -35,8 +35,8 @@ KERNELS_OF_RULE = {
 )
 @pytest.mark.parametrize("implementation", [None, "chunked"])
 def test_a_served_model_runs_what_its_configuration_names(mixer, ring, implementation, monkeypatch):
-    """Named "chunked", prompts, tokens and drafts launch no kernel on a GPU. Without a name they launch those of the
-    rule and of what stands around it, tokens also those of the convolution and of attention."""
+    """On a GPU a model named "chunked" launches no kernel for prompts, tokens and drafts. One without a name launches
+    the kernels of the rule, the norm and the experts, and for tokens the kernels of convolution and attention too."""
     monkeypatch.setattr(launch, "device_reason", lambda *_: None)
     config = ModelConfig(
         **SIZES,
