@@ -22,8 +22,6 @@ from pallas_kernels.rows.weights import BLOCK, WIDEST, Codes, Numbers
 class Whole(Numbers):
     """Numbers."""
 
-    stages: ClassVar[int] = 2
-    """Tiles of a warpgroup in shared memory, where it has as many."""
     units_at_once: ClassVar[tuple[int, ...]] = (4, 2, 1)
     """Multiples of the rows of W_o that one access of a warpgroup covers: the first that divides a copy is multiplied
     at once, where not all rows are."""
@@ -77,7 +75,6 @@ class Whole(Numbers):
 class Blocks(Codes, Whole):
     """Codes of E4M3, and scales in global memory: scales of W_in [blocks of F, blocks of D], output_scales of W_o."""
 
-    stages: ClassVar[int] = 4
     units_at_once: ClassVar[tuple[int, ...]] = (5, 4, 2, 1)
 
     def reason(self, plan: Any) -> str | None:
