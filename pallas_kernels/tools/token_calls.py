@@ -151,7 +151,6 @@ TOKEN_CALLS: dict[str, Call] = {
     "layer of a token, qwen3.5-0.8b, 8 bits": codes_layer_call(16, 16, 1024),
     "layer of a token, qwen3.5-2b, 8 bits": codes_layer_call(16, 16, 2048),
     "layer of a token, qwen3.5-4b, 8 bits": codes_layer_call(16, 32, 2560),
-    "layer of a token, qwen3.5-9b, 8 bits": codes_layer_call(16, 32, 4096),
     "layer of a token, qwen3-next": head_layer_call(16, 32, 2048),
 }
 """Name -> a call."""

@@ -22,7 +22,7 @@ from pallas_kernels.device.operations import Device
 from pallas_kernels.rows import delta_layer
 from pallas_kernels.rows.delta_decays import ChannelDecay, HeadDecay
 from pallas_kernels.rows.delta_heads import Head, Places, Rule
-from pallas_kernels.rows.delta_plan import Plan
+from pallas_kernels.rows.delta_plan import Plan, plan_of
 from pallas_kernels.rows.delta_projections import Alone, Projections
 from pallas_kernels.rows.delta_rooms import APART, LENT, ROWS, STAGES, WARPGROUPS, WIDEST
 
@@ -135,6 +135,8 @@ def test_what_a_layer_of_a_token_takes():
     assert reason(16, 16, 1536, decay=ChannelDecay(-5.0)) is None
     assert "multiple of 512" in reason(16, 16, 2304)
     assert "bytes of shared memory" in reason(16, 16, 4096)
+    codes, results = jnp.dtype("float8_e4m3fn"), jnp.dtype("bfloat16")
+    assert "at most 2560 numbers" in plan_of(16, 2, 128, 4096, 4096, (codes, results), HeadDecay())
     assert "32 CTAs" in reason(2, 2, 1024)
     assert "whole heads" in reason(6, 8, 1024)
     assert "whole shares" in reason(16, 16, 1024, 1020)

@@ -126,7 +126,6 @@ LAYERS = {
     "qwen3.5-0.8b, codes": dict(H=16, D=1024, parts=1, decay=row_kernels.HEADS, codes=True),
     "qwen3.5-2b, codes": dict(H=16, D=2048, parts=1, decay=row_kernels.HEADS, codes=True, doubled=True),
     "qwen3.5-4b, codes": dict(H=16, D=2560, parts=32, decay=row_kernels.HEADS, HV=32, bias=True, codes=True),
-    "qwen3.5-9b, codes": dict(H=16, D=4096, parts=32, decay=row_kernels.HEADS, HV=32, codes=True),
     "9 heads": dict(H=9, D=1536, parts=11),
     "8 heads, of channels": dict(H=8, D=1024, parts=1, bias=True),
     "16 heads, of channels, wide": dict(H=16, D=2048, parts=1),
