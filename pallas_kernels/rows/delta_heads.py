@@ -105,7 +105,7 @@ class Head:
         self.tile = self.decay.tile(sizes, block, 4, across=True)
         self.own = pl.ds(self.wg * block, block)
         """Entries of V of the warpgroup."""
-        self.first = (share.part * WARPGROUPS + self.wg) * (plan.rows * plan.pieces)
+        self.first = (share.part * WARPGROUPS + self.wg) * (plan.rows * plan.room.pieces)
         """Its first row of W."""
         self.keys = pl.ds(jnp.minimum(self.wg, self.K // WARP - 1) * WARP, WARP)
         """Key channels of which it makes something for the others, if there are as many warpgroups of them."""
@@ -220,7 +220,7 @@ class Head:
         o, count = load(room.o(smem), vector_layout(V)), self.plan.rows_at_once
         scale = lax.rsqrt(jnp.sum(o * o) / V + self.rule.eps)
         v = spread(load(room.o(smem), along) * gate * scale, (count, V), 1, self.layout)
-        for i in range(self.plan.pieces):
+        for i in range(self.plan.room.pieces):
             plgpu.barrier_wait(room.arrived(smem, self.wg, i))
             rows = room.rows_of_output(smem, self.plan.rows, self.wg, i)
             for first in range(0, self.plan.rows, count):

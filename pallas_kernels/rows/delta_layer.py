@@ -137,7 +137,7 @@ def _second(gmem: Any, smem: Any, *, places: Places, rule: Rule, plan: Plan) -> 
     """The second stage alone, interpreted."""
     then = Head(gmem, smem, _share(plan), places, rule, plan)
     then.ask_state()
-    for i in range(plan.pieces):
+    for i in range(plan.room.pieces):
         then.ask_rows(i)
     then.arrive(None)
     S = then.read()

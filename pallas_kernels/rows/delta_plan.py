@@ -19,16 +19,13 @@ from pallas_kernels.device.grid_barrier import most_ctas
 from pallas_kernels.device.lanes import WARP, WARPS
 from pallas_kernels.device.memory import SMEM_LIMIT, smem_bytes
 from pallas_kernels.rows.delta_decays import Decay
-from pallas_kernels.rows.delta_rooms import ROOMS, ROWS, WARPGROUPS, WIDEST, Room
+from pallas_kernels.rows.delta_rooms import ROOMS, ROWS, STAGES, WARPGROUPS, WIDEST, Room
 from pallas_kernels.rows.delta_weights import Whole, of_dtype
 from pallas_kernels.rows.stream import PART
 from pallas_kernels.rows.weights import EACH
 
 ACCESS = 16
 """Bytes that a thread reads at once, at most."""
-
-STAGES = 2
-"""Tiles of a warpgroup in shared memory at least."""
 
 PARTS = (16, 8, 4, 2, 1)
 """Numbers of CTAs of a value head that are tried."""
@@ -107,15 +104,9 @@ class Plan:
         return self.kinds[2].end
 
     @property
-    def stages(self) -> int:
-        """Tiles of a warpgroup in shared memory."""
-        most = self.weights.stages
-        return most if self.kinds[-1].end >= most * self.warpgroups else STAGES
-
-    @property
     def own(self) -> int:
         """Tiles of a warpgroup that it need not claim."""
-        return max(self.stages, -(-self.filtered // self.warpgroups))
+        return max(STAGES, -(-self.filtered // self.warpgroups))
 
     @property
     def claimable(self) -> int:
@@ -123,14 +114,9 @@ class Plan:
         return self.kinds[-1].end - self.own * self.warpgroups
 
     @property
-    def pieces(self) -> int:
-        """Copies in which the rows of W_o of a warpgroup come."""
-        return self.room.pieces(self)
-
-    @property
     def rows(self) -> int:
         """Rows of W_o of a warpgroup that come in one copy."""
-        return self.E // (self.m * WARPGROUPS * self.pieces)
+        return self.E // (self.m * WARPGROUPS * self.room.pieces)
 
     @property
     def rows_at_once(self) -> int:
@@ -159,7 +145,7 @@ class Plan:
             return (
                 f"{what}; the kernel takes a CTA for each of {len(self.decay.singles) * self.R} single rows"
             )
-        if self.E % (self.m * WARPGROUPS * self.pieces * self._unit()) or self.rows > WIDEST:
+        if self.E % (self.m * WARPGROUPS * self.room.pieces * self._unit()) or self.rows > WIDEST:
             return f"{what}; the kernel takes whole shares of a multiple of {self._unit()} outputs"
         if reason := self.weights.reason(self):
             return reason

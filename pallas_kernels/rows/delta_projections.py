@@ -42,7 +42,7 @@ from pallas_kernels.layer import rows as r
 from pallas_kernels.rows import stream
 from pallas_kernels.rows.delta_heads import Head, Places, Share
 from pallas_kernels.rows.delta_plan import Plan
-from pallas_kernels.rows.delta_rooms import LAST, ROWS, WARPGROUPS, WIDEST
+from pallas_kernels.rows.delta_rooms import LAST, ROWS, STAGES, WARPGROUPS, WIDEST
 
 
 class Own(NamedTuple):
@@ -116,8 +116,7 @@ class Projections:
         return self.gmem.narrow.at[self.single - self.gmem.weight.shape[0]]
 
     def _slot(self, n: Any) -> Any:
-        stages = self.plan.stages
-        return n % stages if isinstance(n, int) else lax.rem(n, jnp.int32(stages))
+        return n % STAGES if isinstance(n, int) else lax.rem(n, jnp.int32(STAGES))
 
     def _start(self, rows: Any, n: Any) -> None:
         """Starts the copy of a tile to the n-th slot in turn."""
@@ -125,7 +124,7 @@ class Projections:
         plgpu.copy_gmem_to_smem(self.gmem.weight.at[rows], slot, self._barrier(n))
 
     def _barrier(self, n: Any) -> Any:
-        return self.smem.arrived.at[self.wg * self.plan.stages + self._slot(n)]
+        return self.smem.arrived.at[self.wg * STAGES + self._slot(n)]
 
     def piece(self, i: int) -> Any:
         """A piece of s w in shared memory."""
@@ -152,7 +151,7 @@ class Projections:
         return tuple(plgpu.layout_cast(jnp.zeros((ROWS,), x.dtype), layout) for x in arrays)
 
     def _start_all(self) -> None:
-        for n in range(self.plan.stages):
+        for n in range(STAGES):
             self._start(self.own[n].rows, n)
 
     def _make_row(self) -> None:
@@ -223,7 +222,7 @@ class Projections:
 
         def single(tiles: int) -> None:
             """Makes the row that is no tile, when its turn is after this number of tiles."""
-            if tiles == room.single_after(plan):
+            if tiles == room.single_after:
                 pl.when(self.makes_single)(lambda: self._make_single(scale))
 
         def follow(i: Any, asked: Any) -> jax.Array:
@@ -242,7 +241,7 @@ class Projections:
             room.all_asked(then, True)
         numbers = []
         for n, own in enumerate(self.own):
-            i = n - (plan.own - plan.stages)
+            i = n - (plan.own - STAGES)
             asked = self.claims.ask(i) if i >= 0 and self.claimable else None
             past = self._past(own) if known is None else known[n]  # on its way while the tile is
             x = self._product(n, own.number, row, scale)
@@ -251,7 +250,7 @@ class Projections:
             else:
                 plgpu.commit_smem()  # likewise
                 if i < 0:
-                    self._start(self.own[n + plan.stages].rows, n + plan.stages)
+                    self._start(self.own[n + STAGES].rows, n + STAGES)
                 else:
                     room.slot_free(then, True, self._slot(n))
             self._keep(own, x, past)
@@ -262,9 +261,9 @@ class Projections:
         def one(carry):
             i, number, *following = carry
             room.all_asked(then, following[0] >= self.claimable)
-            asked = self.claims.ask(i + plan.stages)
+            asked = self.claims.ask(i + STAGES)
             x = self._product(plan.own + i, number + plan.own * plan.warpgroups, row, scale)
-            last = follow(i + plan.stages, asked)
+            last = follow(i + STAGES, asked)
             store_any(self.gmem.channels.at[self._claimed(number)], x)
             return i + 1, *following, last
 

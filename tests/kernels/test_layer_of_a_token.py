@@ -22,9 +22,9 @@ from pallas_kernels.device.operations import Device
 from pallas_kernels.rows import delta_layer
 from pallas_kernels.rows.delta_decays import ChannelDecay, HeadDecay
 from pallas_kernels.rows.delta_heads import Head, Places, Rule
-from pallas_kernels.rows.delta_plan import Plan
+from pallas_kernels.rows.delta_plan import Plan, plan_of
 from pallas_kernels.rows.delta_projections import Alone, Projections
-from pallas_kernels.rows.delta_rooms import APART, LENT, ROWS, WARPGROUPS, WIDEST
+from pallas_kernels.rows.delta_rooms import APART, LENT, ROWS, STAGES, WARPGROUPS, WIDEST
 
 LAYERS: dict[str, tuple] = {
     "heads": (row_kernels.HEADS, 1, 1, 512, 4, APART),
@@ -33,8 +33,8 @@ LAYERS: dict[str, tuple] = {
     "heads, lent": (row_kernels.HEADS, 1, 1, 512, 4, LENT),
     "heads, lent, wide": (row_kernels.HEADS, 1, 2, 2560, 4, LENT),
     "heads, codes": (row_kernels.HEADS, 1, 1, 512, 4, APART, 128, True),
-    "heads, codes, lent, two of v": (row_kernels.HEADS, 1, 2, 512, 2, LENT, 128, True),
-    "heads, codes, lent, few tiles": (row_kernels.HEADS, 1, 1, 1024, 8, LENT, 128, True),
+    "heads, codes, lent, two of v": (row_kernels.HEADS, 1, 2, 512, 4, LENT, 128, True),
+    "heads, codes, lent": (row_kernels.HEADS, 1, 1, 1024, 8, LENT, 128, True),
     "channels, codes": (row_kernels.CHANNELS, 1, 1, 512, 4, LENT, 128, True),
     "channels": (row_kernels.CHANNELS, 1, 1, 512, 4, APART),
     "channels, turns of two kinds": (row_kernels.CHANNELS, 1, 1, 512, 8, APART),
@@ -84,19 +84,19 @@ def test_rows_come_to_a_slot_after_its_tiles(name, monkeypatch):
 
         class Handed(Alone):
             def ask_rows(self, i):
-                rows = pl.ds((stage.wg * plan.stages + i) * ROWS, ROWS)
+                rows = pl.ds((stage.wg * STAGES + i) * ROWS, ROWS)
                 copy_gmem_to_smem(gmem.weight.at[rows], smem.tiles.at[stage.wg, i], stage._barrier(i))
 
         stage.run(Handed())
-        for slot in range(plan.stages):
+        for slot in range(STAGES):
             barrier_wait(stage._barrier(slot))
             x = load(smem.tiles.at[stage.wg, slot, :, 0], stage.weights.layout)
-            rows = (stage.wg * plan.stages + slot) * ROWS
+            rows = (stage.wg * STAGES + slot) * ROWS
             store_any(gmem.handed.at[grid_index(), pl.ds(rows, ROWS)], x)
 
     call, _ = planned(name)
     weight, plan, launch = call.args[3], call.keywords["plan"], delta_layer.launch
-    count = WARPGROUPS * plan.stages * ROWS
+    count = WARPGROUPS * STAGES * ROWS
 
     def with_rows(name, body, *, outputs, **options):
         if name == "projections":
@@ -135,6 +135,8 @@ def test_what_a_layer_of_a_token_takes():
     assert reason(16, 16, 1536, decay=ChannelDecay(-5.0)) is None
     assert "multiple of 512" in reason(16, 16, 2304)
     assert "bytes of shared memory" in reason(16, 16, 4096)
+    codes, results = jnp.dtype("float8_e4m3fn"), jnp.dtype("bfloat16")
+    assert "at most 2560 numbers" in plan_of(16, 2, 128, 4096, 4096, (codes, results), HeadDecay())
     assert "32 CTAs" in reason(2, 2, 1024)
     assert "whole heads" in reason(6, 8, 1024)
     assert "whole shares" in reason(16, 16, 1024, 1020)
