@@ -1,0 +1,209 @@
+"""The compiled step that `gdn train` keeps: read without tracing, with the same bits, never in place of another."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import compilation_cache
+
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.training import kept_step, steps
+from gdn_jax.training import options as options_lib
+from gdn_jax.training.kept_step import KeptStep
+from gdn_jax.training.placement import Placement
+from gdn_jax.training.tasks.table import make_task
+from gdn_jax.training.trainer import Trainer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+X = (jax.ShapeDtypeStruct((4,), jnp.float32),)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """JAX reads no program from its own folder: such a one is not kept."""
+    monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
+
+
+def doubled(told=None, scale=2.0):
+    """A function that counts its tracings, and warns in each."""
+    traced = []
+
+    def function(x):
+        traced.append(x)
+        if told is not None:
+            warnings.warn(told, stacklevel=2)
+        return {"y": scale * x}
+
+    return jax.jit(function), traced
+
+
+def made(step, function):
+    return step.compiling(function, X, {"y": 0.0})()
+
+
+def test_a_step_is_read_without_tracing(tmp_path):
+    """With what tracing had warned of."""
+    step = KeptStep.of(tmp_path / "steps", Placement(), "doubled")
+    function, traced = doubled("of a part")
+    with pytest.warns(UserWarning, match="of a part"):
+        made(step, function)
+    assert len(traced) == 1 and [*step.path.parent.iterdir()] == [step.path]
+    with pytest.warns(UserWarning, match="of a part"):
+        program = made(step, doubled(scale=3.0)[0])
+    np.testing.assert_array_equal(program(jnp.arange(4.0))["y"], [0, 2, 4, 6])
+
+
+def test_what_decides_the_program_decides_the_file(tmp_path, monkeypatch):
+    """The parts, the source, variables of the environment, JAX's settings, versions and devices."""
+
+    def name(*parts, placement=None):
+        return KeptStep.of(tmp_path, placement or Placement(), *(parts or ("a", X))).path.name
+
+    first = name()
+    assert name() == first
+    shape = MeshShape.parse("data=2")
+    others = [name("b", X), name("a"), name(placement=Placement(shape, shape.make(jax.devices()[:2])))]
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_dump_to=nowhere")
+        others.append(name())
+    with jax.default_matmul_precision("float32"):
+        others.append(name())
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_step.metadata, "distributions", lambda: [])
+        others.append(name())
+    package = tmp_path / "gdn_jax"
+    spec = types.SimpleNamespace(origin=str(package / "__init__.py"))
+    for text in ("x = 1\n", "x = 2\n"):
+        package.mkdir(exist_ok=True)
+        (package / "module.py").write_text(text)
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_step, "find_spec", lambda _: spec)
+            others.append(name())
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_what_is_not_kept(tmp_path, monkeypatch):
+    """Parts that no other process has, runs of several processes, and everything without a folder."""
+    assert KeptStep.of(None, Placement(), "a").path is None
+    assert KeptStep.of(tmp_path, Placement(), lambda: None).path is None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    step = KeptStep.of(tmp_path, Placement(), "a")
+    function, traced = doubled()
+    for _ in range(2):
+        made(step, function)
+    assert step.path is None and traced and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[:-200], lambda x: x[: x.index(b"\n")], lambda x: b"\xff" + x])
+def test_a_damaged_file_is_made_again(tmp_path, damage):
+    step = KeptStep.of(tmp_path, Placement(), "a")
+    function, _ = doubled()
+    made(step, function)
+    step.path.write_bytes(damage(step.path.read_bytes()))
+    with pytest.warns(UserWarning, match="the kept step cannot be read"):
+        program = made(step, function)
+    np.testing.assert_array_equal(program(jnp.ones(4))["y"], 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(step, None)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    """The step is compiled all the same."""
+    (tmp_path / "file").write_text("")
+    step = KeptStep.of(tmp_path / "file" / "steps", Placement(), "a")
+    with pytest.warns(UserWarning, match="the kept step cannot be"):
+        program = made(step, doubled()[0])
+    np.testing.assert_array_equal(program(jnp.ones(4))["y"], 2)
+
+
+def test_what_jax_has_read_is_not_kept(tmp_path, monkeypatch):
+    """XLA would write it incomplete."""
+    monkeypatch.undo()
+    for part in ("a", "b"):
+        made(KeptStep.of(tmp_path, Placement(), part), doubled()[0])
+    assert KeptStep.of(tmp_path, Placement(), "b").path not in [*tmp_path.iterdir()]
+
+
+def test_old_steps_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_step, "MOST", 2)
+    paths = [KeptStep.of(tmp_path, Placement(), i).path for i in range(3)]
+    for path, seconds in zip(paths, (2, 1, None), strict=True):
+        made(KeptStep(path, Placement()), doubled()[0])
+        if seconds is not None:
+            os.utime(path, (seconds, seconds))
+    assert {*tmp_path.iterdir()} == {paths[0], paths[2]}
+
+
+def options(*, mesh=None, **run):
+    """Options of a tiny run."""
+    start = options_lib.TASKS["parity"]
+    sizes = dict(hidden_size=16, num_layers=1, num_heads=2, head_dim=8, implementation="recurrent")
+    return options_lib.TrainOptions(
+        start.task,
+        options_lib.RunOptions(batch_size=4, mesh=mesh, **run),
+        options_lib.ModelOptions(**sizes),
+        start.optimizer,
+    )
+
+
+def steps_of(options, kept):
+    """The losses and the state of two steps."""
+    task = make_task(options.task, options.run.batch_size, options.run.seed)
+    shape = None if options.run.mesh is None else MeshShape.parse(options.run.mesh)
+    placement = Placement() if shape is None else Placement(shape, shape.make(jax.devices()[: shape.size]))
+    trainer = Trainer.make(options, task, placement, kept=kept)
+    losses = []
+    for step in (1, 2):
+        trainer.state, metrics = trainer._train(trainer.state, step)
+        losses.append(float(metrics.loss))
+    return losses, trainer.state
+
+
+@pytest.mark.parametrize("mesh", [None, "data=2,sharded"])
+def test_a_trainer_reads_its_step(tmp_path, monkeypatch, mesh):
+    """Another number of steps has another schedule, and is traced."""
+    compiled, state = steps_of(options(mesh=mesh), tmp_path)
+    (file,) = tmp_path.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "train_step", None)
+        read, again = steps_of(options(mesh=mesh, log_every=7), tmp_path)
+        assert compiled == read
+        jax.tree.map(np.testing.assert_array_equal, state, again)
+        with pytest.raises(TypeError, match="NoneType"):
+            steps_of(options(mesh=mesh, steps=50), tmp_path)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.slow
+def test_another_process_has_the_same_name():
+    """Whatever the order of its sets."""
+    program = (
+        "from gdn_jax.training.kept_step import KeptStep\n"
+        "from gdn_jax.training.options import TASKS, of_step\n"
+        "from gdn_jax.training.placement import Placement\n"
+        "from gdn_jax.training.steps import model_config\n"
+        "from pathlib import Path\n"
+        "for options in TASKS.values():\n"
+        "    config = model_config(options.model, 64)\n"
+        "    print(KeptStep.of(Path('.'), Placement(), of_step(options), config))"
+    )
+    names = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert names[0] == names[1] and names[0].count(".step") == len(options_lib.TASKS)
