@@ -8,12 +8,12 @@ form: options and shapes, devices, JAX's settings, and the source of whatever ma
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import platform
 import re
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -35,17 +35,6 @@ SETTINGS = ("JAX_", "XLA_", "NVIDIA_", "CUDA_", "TF_", "LIBTPU_", "GDN_")
 """How names of environment variables begin that may change a program."""
 PACKAGES = re.compile(r"jax|flax|optax|numpy|nvidia", re.IGNORECASE)
 """In the names of packages whose versions may change a program."""
-
-_here = threading.local()
-"""Programs that JAX has read from its own folder in this thread: `found`."""
-
-
-def _count_found(event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _here.found = getattr(_here, "found", 0) + 1
-
-
-jax.monitoring.register_event_listener(_count_found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +85,8 @@ class KeptStep:
             warnings.warn(text, stacklevel=2)
 
         def load() -> jax.stages.Compiled:
+            # XLA finds Mosaic's run-time library by a variable that this module sets. Tracing a kernel imports it.
+            importlib.import_module("jax.experimental.mosaic.gpu")
             trees = jax.tree.structure((arguments, {})), jax.tree.structure(result)
             devices = self.placement.devices
             try:
@@ -122,10 +113,8 @@ class KeptStep:
 
     def _compiled(self, lowered: jax.stages.Lowered, told: list[str]) -> jax.stages.Compiled:
         """The program, after it was written to the file."""
-        found = getattr(_here, "found", 0)
         program = lowered.compile()
-        # XLA does not write a program whole that it has read: on a CPU functions are missing in it.
-        if self.path is None or getattr(_here, "found", 0) > found:
+        if self.path is None:
             return program
         try:
             stored, *_ = serialize_executable.serialize(program)

@@ -61,7 +61,7 @@ def train(options: TrainOptions, console: Console) -> int:
     if compiled is not None:
         text = f"compiled programs are kept in {compiled}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    # As programs, none on a CPU; there is nothing to say of them apart.
+    # None on a CPU, where XLA writes a program that it has read from JAX's folder without some of its functions.
     kept = None if compiled is None or jax.default_backend() == "cpu" else compiled / "steps"
     placement = Placement.on(mesh)
     again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])

@@ -27,7 +27,7 @@ X = (jax.ShapeDtypeStruct((4,), jnp.float32),)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """JAX reads no program from its own folder: such a one is not kept."""
+    """JAX reads no program from its own folder: on a CPU such a one is not written whole."""
     monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
 
 
@@ -124,14 +124,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     np.testing.assert_array_equal(program(jnp.ones(4))["y"], 2)
 
 
-def test_what_jax_has_read_is_not_kept(tmp_path, monkeypatch):
-    """XLA would write it incomplete."""
-    monkeypatch.undo()
-    for part in ("a", "b"):
-        made(KeptStep.of(tmp_path, Placement(), part), doubled()[0])
-    assert KeptStep.of(tmp_path, Placement(), "b").path not in [*tmp_path.iterdir()]
-
-
 def test_old_steps_go(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_step, "MOST", 2)
     paths = [KeptStep.of(tmp_path, Placement(), i).path for i in range(3)]
@@ -207,3 +199,38 @@ def test_another_process_has_the_same_name():
         for seed in ("1", "2")
     ]
     assert names[0] == names[1] and names[0].count(".step") == len(options_lib.TASKS)
+
+
+@pytest.mark.gpu
+def test_processes_read_a_step_with_kernels(tmp_path):
+    """Also one that JAX had read from its own folder when it was kept."""
+    program = (
+        "import sys, warnings\n"
+        "warnings.simplefilter('error')\n"
+        "from pathlib import Path\n"
+        "from gdn_jax.training import options as o, steps\n"
+        "from gdn_jax.training.tasks.table import make_task\n"
+        "from gdn_jax.training.trainer import Trainer\n"
+        "if sys.argv[2] == 'read': steps.train_step = None\n"
+        "start = o.TASKS['parity']\n"
+        "model = o.ModelOptions(hidden_size=128, num_layers=2, num_heads=2, head_dim=64, dtype='bfloat16')\n"
+        "options = o.TrainOptions(start.task, o.RunOptions(batch_size=4), model, start.optimizer)\n"
+        "trainer = Trainer.make(options, make_task(start.task, 4, 0), kept=Path(sys.argv[1]))\n"
+        "for step in (1, 2):\n"
+        "    trainer.state, metrics = trainer._train(trainer.state, step)\n"
+        "    print(float(metrics.loss).hex())"
+    )
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax")}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+    def losses(how):
+        words = [sys.executable, "-c", program, str(tmp_path / "steps"), how]
+        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "JIT session error" not in done.stderr, done.stderr[-4000:]
+        return done.stdout.split()
+
+    first = losses("make")
+    (file,) = (tmp_path / "steps").iterdir()
+    assert len(first) == 2 and losses("read") == first
+    file.unlink()
+    assert losses("make") == first and losses("read") == first
