@@ -60,7 +60,8 @@ class KeptStep:
             process does not have, the step is not kept.
         """
         said = repr(parts)
-        if folder is None or jax.process_count() > 1 or re.search(r"\bat 0x[0-9a-f]", said):
+        # JAX cannot write a program of several devices: the kernels' rules of partitioning are among its parts.
+        if folder is None or len(placement.devices) > 1 or re.search(r"\bat 0x[0-9a-f]", said):
             return cls(None, placement)
         about = said, _source(), _surroundings(), [*map(_about, placement.devices)]
         return cls(folder / (hashlib.sha256(repr(about).encode()).hexdigest() + ENDING), placement)

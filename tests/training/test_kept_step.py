@@ -61,15 +61,14 @@ def test_a_step_is_read_without_tracing(tmp_path):
 
 
 def test_what_decides_the_program_decides_the_file(tmp_path, monkeypatch):
-    """The parts, the source, variables of the environment, JAX's settings, versions and devices."""
+    """The parts, the source, variables of the environment, JAX's settings, versions and the device."""
 
-    def name(*parts, placement=None):
-        return KeptStep.of(tmp_path, placement or Placement(), *(parts or ("a", X))).path.name
+    def name(*parts):
+        return KeptStep.of(tmp_path, Placement(), *(parts or ("a", X))).path.name
 
     first = name()
     assert name() == first
-    shape = MeshShape.parse("data=2")
-    others = [name("b", X), name("a"), name(placement=Placement(shape, shape.make(jax.devices()[:2])))]
+    others = [name("b", X), name("a")]
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_dump_to=nowhere")
         others.append(name())
@@ -89,12 +88,12 @@ def test_what_decides_the_program_decides_the_file(tmp_path, monkeypatch):
     assert len({first, *others}) == 1 + len(others)
 
 
-def test_what_is_not_kept(tmp_path, monkeypatch):
-    """Parts that no other process has, runs of several processes, and everything without a folder."""
+def test_what_is_not_kept(tmp_path):
+    """Parts that no other process has, steps of several devices, and everything without a folder."""
     assert KeptStep.of(None, Placement(), "a").path is None
     assert KeptStep.of(tmp_path, Placement(), lambda: None).path is None
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    step = KeptStep.of(tmp_path, Placement(), "a")
+    shape = MeshShape.parse("data=2")
+    step = KeptStep.of(tmp_path, Placement(shape, shape.make(jax.devices()[:2])), "a")
     function, traced = doubled()
     for _ in range(2):
         made(step, function)
@@ -134,13 +133,13 @@ def test_old_steps_go(tmp_path, monkeypatch):
     assert {*tmp_path.iterdir()} == {paths[0], paths[2]}
 
 
-def options(*, mesh=None, **run):
+def options(**run):
     """Options of a tiny run."""
     start = options_lib.TASKS["parity"]
     sizes = dict(hidden_size=16, num_layers=1, num_heads=2, head_dim=8, implementation="recurrent")
     return options_lib.TrainOptions(
         start.task,
-        options_lib.RunOptions(batch_size=4, mesh=mesh, **run),
+        options_lib.RunOptions(batch_size=4, **run),
         options_lib.ModelOptions(**sizes),
         start.optimizer,
     )
@@ -149,9 +148,7 @@ def options(*, mesh=None, **run):
 def steps_of(options, kept):
     """The losses and the state of two steps."""
     task = make_task(options.task, options.run.batch_size, options.run.seed)
-    shape = None if options.run.mesh is None else MeshShape.parse(options.run.mesh)
-    placement = Placement() if shape is None else Placement(shape, shape.make(jax.devices()[: shape.size]))
-    trainer = Trainer.make(options, task, placement, kept=kept)
+    trainer = Trainer.make(options, task, kept=kept)
     losses = []
     for step in (1, 2):
         trainer.state, metrics = trainer._train(trainer.state, step)
@@ -159,18 +156,17 @@ def steps_of(options, kept):
     return losses, trainer.state
 
 
-@pytest.mark.parametrize("mesh", [None, "data=2,sharded"])
-def test_a_trainer_reads_its_step(tmp_path, monkeypatch, mesh):
+def test_a_trainer_reads_its_step(tmp_path, monkeypatch):
     """Another number of steps has another schedule, and is traced."""
-    compiled, state = steps_of(options(mesh=mesh), tmp_path)
+    compiled, state = steps_of(options(), tmp_path)
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(steps, "train_step", None)
-        read, again = steps_of(options(mesh=mesh, log_every=7), tmp_path)
+        read, again = steps_of(options(log_every=7), tmp_path)
         assert compiled == read
         jax.tree.map(np.testing.assert_array_equal, state, again)
         with pytest.raises(TypeError, match="NoneType"):
-            steps_of(options(mesh=mesh, steps=50), tmp_path)
+            steps_of(options(steps=50), tmp_path)
     assert [*tmp_path.iterdir()] == [file]
 
 
