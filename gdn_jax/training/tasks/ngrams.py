@@ -2,7 +2,7 @@
 
 import numpy as np
 
-_AT_ONCE = 2**21
+_AT_ONCE = 2**20
 """Bytes that are counted at a time, so few that they are sorted in a core's cache."""
 PRIOR = (
     5.0  # pseudo-counts given to the shorter context; 1 to 10 differ by 0.02 bits per byte on Python source
@@ -51,6 +51,6 @@ def _trigrams(stream: np.ndarray) -> np.ndarray:
             codes <<= 8
             codes |= following
         codes.sort()  # so that each code's count is the length of a run: to add at random places takes longer
-        firsts = np.flatnonzero(np.diff(codes, prepend=~codes[:1]))
-        counts[codes[firsts]] += np.diff(firsts, append=codes.size)
+        lasts = np.append(np.flatnonzero(codes[1:] != codes[:-1]), codes.size - 1)
+        counts[codes[lasts]] += np.diff(lasts, prepend=-1)
     return counts
