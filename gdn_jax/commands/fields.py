@@ -80,6 +80,7 @@ Repeated = Several(repeats=True)
 PerStart = Mark("It belongs to one start of a run and is not stored.")
 Later = Mark("Runs of earlier versions have not stored it, and had the default.")
 MayChange = Mark("A resumed run may have another value than the stored one.")
+NotInStep = Mark("The training step is the same program for all values.")
 
 
 def notes(cls: type) -> dict[str, tuple[Any, ...]]:

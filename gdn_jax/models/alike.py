@@ -5,7 +5,7 @@ slices all arrays of one shape.
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -21,21 +21,21 @@ def make_alike(make: Callable[[nnx.Rngs], Block], layers: list[int], key: PRNGKe
     """Blocks with fresh weights for some layers; those of layer i are a function of the key and of i.
 
     One program makes a block after another. Compiling one draw takes XLA half a second on a GPU, and a block has a
-    dozen: this way it compiles them together, and once for all layers. Where the key is traced every array is drawn
+    dozen: this way it compiles them together, and once for all layers and keys. Where the key is traced every array is drawn
     for all blocks at once, as a program of all layers one after another would compile as long as the model is deep.
     """
     graphdef = None
 
-    def draw(i):
+    def draw(key, i):
         nonlocal graphdef
         graphdef, state = nnx.split(make(nnx.Rngs(jax.random.fold_in(key, i))))
         return state
 
     if not isinstance(key, jax.core.Tracer):
-        states = [*map(jax.jit(draw), layers)]
+        states = [*map(partial(jax.jit(draw), key), layers)]
         assert graphdef is not None
         return [nnx.merge(graphdef, state) for state in states]
-    arrays, treedef = jax.tree.flatten(jax.vmap(draw)(jnp.asarray(layers)))
+    arrays, treedef = jax.tree.flatten(jax.vmap(partial(draw, key))(jnp.asarray(layers)))
     assert graphdef is not None
     per_block = zip(*(jnp.unstack(x) for x in arrays), strict=True)
     return [nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)) for leaves in per_block]

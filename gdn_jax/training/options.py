@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from gdn_jax.commands import fields
 from gdn_jax.commands.errors import RunError, fail, flag
-from gdn_jax.commands.fields import Fraction, Later, MayChange, NotNegative, PerStart, Positive, Range, Seed
+from gdn_jax.commands.fields import (
+    Fraction,
+    Later,
+    MayChange,
+    NotInStep,
+    NotNegative,
+    PerStart,
+    Positive,
+    Range,
+    Seed,
+)
 from gdn_jax.layers.table import TOKEN_MIXERS
 from gdn_jax.rule.implementations import BY_KERNELS, IMPLEMENTATIONS
 from gdn_jax.rules import RULES
@@ -45,7 +55,7 @@ class RunOptions:
     init_from: Annotated[Path | None, PerStart] = None
     """Start a new run, with a schedule of its own, from the weights of this run of the same task. Options have their
     defaults, but the seed is the next one, so the batches differ."""
-    seed: Annotated[int, Seed] = 0
+    seed: Annotated[int, NotInStep, Seed] = 0
     """Seed of the initial weights, the batches and the sample."""
     steps: Annotated[int, Positive] = 800
     """Optimiser steps. The learning-rate schedule depends on it, never on the clock."""
@@ -56,11 +66,11 @@ class RunOptions:
     start: Annotated[StartName, Later] = "empty"
     """Initial recurrent states of the rows of a training batch. passed: the states after the row before, without a
     gradient through them; so a model learns to read on after more tokens than a row has."""
-    log_every: Annotated[int, Positive] = 20
+    log_every: Annotated[int, NotInStep, Positive] = 20
     """Steps between two lines of metrics.jsonl."""
-    eval_every: Annotated[int, Positive] = 200
+    eval_every: Annotated[int, NotInStep, Positive] = 200
     """Steps between two validations (the last step is always validated)."""
-    save_every: Annotated[int, Positive] = 200
+    save_every: Annotated[int, NotInStep, Positive] = 200
     """Steps between two checkpoints (the last step is always saved)."""
     deterministic: bool = True
     """On a GPU, use only operations that give the same bits each time."""
@@ -329,6 +339,12 @@ def to_json(options: Any) -> dict[str, object]:
     return {
         name: str(value.resolve()) if isinstance(value, Path) else value for name, value in values.items()
     }
+
+
+def of_step(options: Any) -> dict[str, object]:
+    """Returns the options that the program of the training step may depend on."""
+    left_out = _marked(options, MayChange) | _marked(options, NotInStep)
+    return {name: value for name, value in to_json(options).items() if name not in left_out}
 
 
 def from_json(default: Any, stored: dict[str, object], start: Any) -> Any:

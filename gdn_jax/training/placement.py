@@ -56,6 +56,11 @@ class Placement:
         except (ValueError, NotImplementedError) as error:
             raise RunError(f"--mesh: {error}") from error
 
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices in the mesh's order; without one, where JAX puts an array."""
+        return (*jnp.zeros(()).devices(),) if self.mesh is None else (*self.mesh.devices.flat,)
+
     def active(self) -> contextlib.AbstractContextManager:
         """Returns the context in which everything on the mesh is traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

@@ -61,6 +61,8 @@ def train(options: TrainOptions, console: Console) -> int:
     if compiled is not None:
         text = f"compiled programs are kept in {compiled}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+    # None on a CPU, where XLA writes a program that it has read from JAX's folder without some of its functions.
+    kept = None if compiled is None or jax.default_backend() == "cpu" else compiled / "steps"
     placement = Placement.on(mesh)
     again = shlex.join(["gdn", "train", options.task.task, "--out", str(options.run.out), "--resume"])
     try:
@@ -68,7 +70,7 @@ def train(options: TrainOptions, console: Console) -> int:
             if problem is not None:
                 _say(f"no connection to the first process ({problem}): the death of one is noticed later")
             first = mesh is None or processes.is_first()
-            with (_opened if first else _followed)(options, placement) as (trainer, run, then):
+            with (_opened if first else _followed)(options, placement, kept) as (trainer, run, then):
                 return _work(trainer, run, then, console if first else Console(quiet=True))
     except Exception as error:
         if jax.process_count() == 1:
@@ -111,7 +113,7 @@ _Opened = tuple[Trainer, RunFolder, dict[str, str]]
 
 
 @contextlib.contextmanager
-def _opened(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
+def _opened(options: TrainOptions, placement: Placement, kept: Path | None) -> Iterator[_Opened]:
     """Makes a run, or opens one to resume, and owns its folder: in the first process, or the only one."""
     if options.run.resume:
         run, config = RunFolder.open(options.run.out)
@@ -119,7 +121,7 @@ def _opened(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
             task = make_task(options.task, options.run.batch_size, options.run.seed)
             check_same_data(config["data"], task)
             check_size(run, config, options)
-            trainer = Trainer.make(options, task, placement)
+            trainer = Trainer.make(options, task, placement, kept=kept)
             stored = config["options"] | options_lib.to_json(options)
             if stored != config["options"]:  # where the data lies, or how many checkpoints are kept
                 config["options"] = stored
@@ -131,7 +133,7 @@ def _opened(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
     if jax.process_count() > 1 and options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
     task = make_task(options.task, options.run.batch_size, options.run.seed)
-    trainer, source = _begin(options, task, placement)
+    trainer, source = _begin(options, task, placement, kept)
     config: dict[str, Any] = {
         "task": options.task.task,
         "options": options_lib.to_json(options),
@@ -149,24 +151,26 @@ def _opened(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
         yield trainer, run, config["versions"]
 
 
-def _begin(options: TrainOptions, task: Task, placement: Placement) -> tuple[Trainer, dict[str, Any]]:
+def _begin(
+    options: TrainOptions, task: Task, placement: Placement, kept: Path | None
+) -> tuple[Trainer, dict[str, Any]]:
     """Returns a trainer at step 0, and what config.json says of the run that its weights are from, if any."""
     path = options.run.init_from
     if path is None or options.run.resume:
-        return Trainer.make(options, task, placement), {}
+        return Trainer.make(options, task, placement, kept=kept), {}
     first = load_run(path)
     weights = nnx.state(first.model, nnx.Param)
-    trainer = Trainer.make(options, task, placement, weights)
+    trainer = Trainer.make(options, task, placement, weights, kept)
     return trainer, {"init_from": {"run": str(first.path.resolve()), "step": first.step}}
 
 
 @contextlib.contextmanager
-def _followed(options: TrainOptions, placement: Placement) -> Iterator[_Opened]:
+def _followed(options: TrainOptions, placement: Placement, kept: Path | None) -> Iterator[_Opened]:
     """Follows the run of the first process: the same steps and checkpoints, and nothing else in the run folder."""
     if options.run.out is None:
         raise RunError("--out: expected a folder that all processes share, got none")
     task = make_task(options.task, options.run.batch_size, options.run.seed)
-    trainer, _ = _begin(options, task, placement)
+    trainer, _ = _begin(options, task, placement, kept)
     processes.wait("the run is open")
     with tempfile.TemporaryDirectory() as scratch:
         yield trainer, RunFolder.follow(options.run.out, Path(scratch)), {}

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from gdn_jax.models.costs import count, multiplied_parameters
 from gdn_jax.parallel import processes
 from gdn_jax.training import memory, slices, steps
 from gdn_jax.training.checkpoints import Checkpoints
-from gdn_jax.training.options import TrainOptions
+from gdn_jax.training.kept_step import KeptStep
+from gdn_jax.training.options import TrainOptions, of_step
 from gdn_jax.training.peak import share_of_peak
 from gdn_jax.training.placement import Placement
 from gdn_jax.training.progress import Reporter
@@ -90,13 +92,16 @@ class Trainer:
         task: Task,
         placement: Placement | None = None,
         weights: PyTree | None = None,
+        kept: Path | None = None,
     ) -> "Trainer":
         """Makes a trainer at step 0. Traces the step, so that an unusable configuration fails here, and begins to
-        compile it, which takes a thread while this one makes the weights.
+        compile it, which takes a thread while this one makes the weights. A step that an earlier process has kept is
+        only read.
 
         Args:
           options, task, placement: of the run.
           weights: to begin with, the parameters of such a model; None: new ones.
+          kept: folder of kept steps, see `kept_step`; None: none is read or kept.
 
         Raises:
           RunError: the options do not make a model, or not one of these weights.
@@ -124,13 +129,14 @@ class Trainer:
                 options.model.mtp_weight,
                 STARTS[run.start],
             )
-            train: Any = functions.train
+            result = shapes.state, StepMetrics._make([0.0] * 4)
+            step = KeptStep.of(kept, placement, of_step(options), model.config, kind, shapes)
             try:
-                lowered = train.lower(*shapes)
+                compiling = step.compiling(functions.train, tuple(shapes), result)
             except (ValueError, NotImplementedError) as error:
                 raise RunError(str(error)) from error
             thread = ThreadPoolExecutor(1)
-            program = thread.submit(lowered.compile)
+            program = thread.submit(compiling)
             thread.shutdown(wait=False)  # it ends with the program
             if fresh:
                 _, params, rest = nnx.split(start(), kind, ...)

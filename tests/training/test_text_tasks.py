@@ -154,8 +154,7 @@ def test_tables_agree_with_a_slow_count(monkeypatch):
     want = pytest.approx({k: sum(v) / len(v) for k, v in bits.items()}, rel=1e-12)
     assert ngrams.bits_per_byte(train_bytes, val, positions) == want
     # in parts that do not divide the text
-    monkeypatch.setattr(ngrams, "_COUNTED", 150)
-    monkeypatch.setattr(ngrams, "_CODED", 64)
+    monkeypatch.setattr(ngrams, "_AT_ONCE", 150)
     assert ngrams.bits_per_byte(train_bytes, val, positions) == want
 
 
