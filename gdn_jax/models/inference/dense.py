@@ -54,9 +54,9 @@ class DenseParts(nnx.Module):
     def takes(cls, mlp: SwiGLU, rows: int) -> bool:
         """Whether the kernel takes rows with this SwiGLU."""
         down = mlp.down_proj.kernel[...]
-        F, D = down.shape
-        shapes = (jax.ShapeDtypeStruct(shape, down.dtype) for shape in ((rows, D), (D, 2 * F), (F, D)))
-        return swiglu_rows.takes(*shapes, mlp.implementation)
+        (F, D), like = down.shape, jax.ShapeDtypeStruct
+        x, gate_up = like((rows, D), down.dtype), like((D, 2 * F), down.dtype)
+        return swiglu_rows.takes(x, gate_up, down, mlp.implementation)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*P D"]:
         """The MLP, see `SwiGLU`: of a few rows in parts, of more as it is."""
