@@ -15,6 +15,7 @@ from pallas_kernels.rows.cached_heads import Norms, Rotation, cached_heads
 from pallas_kernels.rows.expert_swiglu import Config as SwigluConfig
 from pallas_kernels.rows.expert_swiglu import expert_swiglu, swiglu_in_pieces
 from pallas_kernels.rows.expert_tiles import expert_tiles
+from pallas_kernels.rows.few_product import few_product
 from pallas_kernels.rows.parts_norm import parts_norm
 from pallas_kernels.tools.call import Call, call
 
@@ -60,6 +61,8 @@ BATCH_CALLS: dict[str, Call] = {
         partial(configured, swiglu_in_pieces, partial(SwigluConfig.of_one_tile, 32, 1024, 2752)),
         "bf16[32,1024] bf16[1024,5504] bf16[2752,1024]",
     ),
+    "product of 32 rows, 0.4b": call(few_product, "bf16[32,1024] bf16[4224,1024]"),
+    "product of 64 rows, two CTAs": call(few_product, "bf16[64,2560] bf16[12288,2560]"),
     "experts, many rows": call(
         partial(configured, expert_product, ExpertConfig, swiglu=True),
         "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",

@@ -9,7 +9,7 @@ import pytest
 from fused_harness import close, draws
 from test_layer_kernels_attention import LIKE_QWEN, OPERATIONS, check_token, token_of_a_layer
 
-from gdn_jax.parts import experts, routing, swiglu_rows
+from gdn_jax.parts import experts, few_rows, routing
 from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu
@@ -17,20 +17,32 @@ pytestmark = pytest.mark.gpu
 REPEATS = 20
 
 
-@pytest.mark.parametrize(("N", "D", "F"), [(2, 1024, 2752), (32, 1024, 3584), (13, 1536, 4096)])
+@pytest.mark.parametrize(("N", "D", "F"), [(8, 1024, 2752), (32, 1024, 3584), (16, 1536, 4096)])
 def test_the_swiglu_of_few_rows(N, D, F):
     """At the widths of 0.4b and Qwen3.5-0.8B."""
     draw = draws(N)
     x, gate_up = draw(N, 1, D, dtype="bfloat16"), draw(D, 2 * F, dtype="bfloat16", scale=D**-0.5)
     down = draw(F, D, dtype="bfloat16", scale=F**-0.5)
-    assert swiglu_rows.takes(x, gate_up, down, None)
-    call = jax.jit(swiglu_rows.swiglu_rows)
+    assert few_rows.takes_swiglu(x, gate_up, down, None)
+    call = jax.jit(few_rows.swiglu)
     parts = call(x, gate_up, down)
-    for _ in range(20):
+    for _ in range(REPEATS):
         np.testing.assert_array_equal(call(x, gate_up, down), parts)
     a, b = np.split(fused_oracle.wide(x) @ fused_oracle.wide(gate_up), 2, axis=-1)
     want = fused_oracle.branches(a, b) @ fused_oracle.wide(down)
     close(want, jnp.sum(parts, axis=0), "y", 1, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("N", "D", "F"), [(8, 1024, 4224), (32, 2560, 12352), (64, 1024, 1024)])
+def test_the_product_of_few_rows(N, D, F):
+    draw = draws(N)
+    x, weight = draw(N, 1, D, dtype="bfloat16"), draw(F, D, dtype="bfloat16", scale=D**-0.5)
+    assert few_rows.takes_product(x, weight)
+    call = jax.jit(few_rows.product)
+    y = call(x, weight)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(x, weight), y)
+    close(fused_oracle.wide(x) @ fused_oracle.wide(weight).T, y, "y", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("N", [8, 16, 128])
