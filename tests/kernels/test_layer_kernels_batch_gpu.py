@@ -9,7 +9,7 @@ import pytest
 from fused_harness import close, draws
 from test_layer_kernels_attention import LIKE_QWEN, OPERATIONS, check_token, token_of_a_layer
 
-from gdn_jax.parts import experts, few_rows, routing
+from gdn_jax.parts import experts, few_product, few_swiglu, routing
 from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +23,8 @@ def test_the_swiglu_of_few_rows(N, D, F):
     draw = draws(N)
     x, gate_up = draw(N, 1, D, dtype="bfloat16"), draw(D, 2 * F, dtype="bfloat16", scale=D**-0.5)
     down = draw(F, D, dtype="bfloat16", scale=F**-0.5)
-    assert few_rows.takes_swiglu(x, gate_up, down, None)
-    call = jax.jit(few_rows.swiglu)
+    assert few_swiglu.takes(x, gate_up, down, None)
+    call = jax.jit(few_swiglu.few_swiglu)
     parts = call(x, gate_up, down)
     for _ in range(REPEATS):
         np.testing.assert_array_equal(call(x, gate_up, down), parts)
@@ -37,8 +37,8 @@ def test_the_swiglu_of_few_rows(N, D, F):
 def test_the_product_of_few_rows(N, D, F):
     draw = draws(N)
     x, weight = draw(N, 1, D, dtype="bfloat16"), draw(F, D, dtype="bfloat16", scale=D**-0.5)
-    assert few_rows.takes_product(x, weight)
-    call = jax.jit(few_rows.product)
+    assert few_product.takes(x, weight)
+    call = jax.jit(few_product.few_product)
     y = call(x, weight)
     for _ in range(REPEATS):
         np.testing.assert_array_equal(call(x, weight), y)

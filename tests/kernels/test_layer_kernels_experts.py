@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
 from gdn_jax.bench.collectives import traffic
-from gdn_jax.parts import experts, few_rows, kernels
+from gdn_jax.parts import experts, few_swiglu, kernels
 from pallas_kernels.layer import expert_gradient, expert_product
 from pallas_kernels.layer.expert_product import Config
 from pallas_kernels.rows import expert_swiglu, expert_tiles
@@ -71,10 +71,10 @@ def test_the_swiglu_of_a_few_rows(N, monkeypatch):
     x, gate_up = draw(N, 1, D, dtype="bfloat16"), draw(D, 2 * F, dtype="bfloat16", scale=D**-0.5)
     down = draw(F, D, dtype="bfloat16", scale=F**-0.5)
     with kernels.trusted():
-        assert few_rows.takes_swiglu(x, gate_up, down, None)
-        assert not few_rows.takes_swiglu(x, gate_up, down, "chunked")
-        assert not few_rows.takes_swiglu(x[1:], gate_up, down, None)
-    parts = few_rows.swiglu(x, gate_up, down)
+        assert few_swiglu.takes(x, gate_up, down, None)
+        assert not few_swiglu.takes(x, gate_up, down, "chunked")
+        assert not few_swiglu.takes(x[1:], gate_up, down, None)
+    parts = few_swiglu.few_swiglu(x, gate_up, down)
     assert parts.shape == (3, N, 1, D) and calls == {"swiglu_in_pieces": 1}
     rows, w, d = (fused_oracle.wide(y) for y in (x, gate_up, down))
     a, b = np.split(rows @ w, 2, axis=-1)

@@ -16,7 +16,7 @@ from layer_kernels import INTERPRET
 
 from gdn_jax.parts import delta_layer as fused_delta_layer
 from gdn_jax.parts import dense_stream as dense
-from gdn_jax.parts import few_rows, kernels, latent_token
+from gdn_jax.parts import few_product, kernels, latent_token
 from gdn_jax.parts import routing as plain_routing
 from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.experts import SharedExpert
@@ -227,8 +227,8 @@ def test_the_product_of_few_rows(N, D, F, monkeypatch):
     calls, draw = layer_kernels.interpret(monkeypatch), draws(N)
     x, weight = draw(N, 1, D, dtype="bfloat16"), draw(F, D, dtype="bfloat16", scale=D**-0.5)
     with kernels.trusted():
-        assert few_rows.takes_product(x, weight) and not few_rows.takes_product(x[1:], weight)
-    y = few_rows.product(x, weight)
+        assert few_product.takes(x, weight) and not few_product.takes(x[1:], weight)
+    y = few_product.few_product(x, weight)
     assert calls == {"few_product": 1}
     close(fused_oracle.wide(x) @ fused_oracle.wide(weight).T, y, "y", dtype="bfloat16")
 

@@ -12,7 +12,7 @@ from gdn_jax.layers.block_weights import BlockSwiGLU, BlockWeight
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
 from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.models.inference.projections import PartsOfProjection, ProjectionGroup, ProjectionOfGroup
-from gdn_jax.parts import block_weights, dense_stream, few_rows
+from gdn_jax.parts import block_weights, dense_stream, few_swiglu
 from gdn_jax.parts.products import Addend, array_of, with_words, words_after
 from gdn_jax.parts.swiglu import gated
 
@@ -56,13 +56,13 @@ class DenseParts(nnx.Module):
         down = mlp.down_proj.kernel[...]
         (F, D), like = down.shape, jax.ShapeDtypeStruct
         x, gate_up = like((rows, D), down.dtype), like((D, 2 * F), down.dtype)
-        return few_rows.takes_swiglu(x, gate_up, down, mlp.implementation)
+        return few_swiglu.takes(x, gate_up, down, mlp.implementation)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*P D"]:
         """The MLP, see `SwiGLU`: of a few rows in parts, of more as it is."""
         gate_up, down = self.gate_up[...].astype(x.dtype), self.down[...].astype(x.dtype)
-        if few_rows.takes_swiglu(x, gate_up, down, self.implementation):
-            return few_rows.swiglu(x, gate_up, down).reshape(-1, *x.shape[1:])
+        if few_swiglu.takes(x, gate_up, down, self.implementation):
+            return few_swiglu.few_swiglu(x, gate_up, down).reshape(-1, *x.shape[1:])
         return gated(*jnp.split(x @ gate_up, 2, axis=-1)) @ down
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.layers.block_weights import BlockLinear
 from gdn_jax.layers.blocks import Projection, RMSNorm, with_bias
-from gdn_jax.parts import block_weights, few_rows, row_product
+from gdn_jax.parts import block_weights, few_product, row_product
 from gdn_jax.parts.products import Addend, array_of, transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
@@ -86,8 +86,8 @@ class ProjectionGroup(Group):
         weight = self.weight[...]
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
         x, weight = x.astype(dtype), weight.astype(dtype)
-        if few_rows.takes_product(x, weight):
-            return few_rows.product(x, weight)
+        if few_product.takes(x, weight):
+            return few_product.few_product(x, weight)
         return transposed_product(x, weight, dtype)
 
 
