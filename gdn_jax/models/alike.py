@@ -21,8 +21,9 @@ def make_alike(make: Callable[[nnx.Rngs], Block], layers: list[int], key: PRNGKe
     """Blocks with fresh weights for some layers; those of layer i are a function of the key and of i.
 
     One program makes a block after another. Compiling one draw takes XLA half a second on a GPU, and a block has a
-    dozen: this way it compiles them together, and once for all layers and keys. Where the key is traced every array is drawn
-    for all blocks at once, as a program of all layers one after another would compile as long as the model is deep.
+    dozen: this way it compiles them together, and once for all layers and keys. Where the key is traced every array
+    is drawn for all blocks at once, as a program of all layers one after another would compile as long as the model
+    is deep.
     """
     graphdef = None
 
