@@ -25,6 +25,7 @@ import jax
 from jax.experimental import serialize_executable
 from jaxtyping import PyTree
 
+from gdn_jax.commands.files import replacing
 from gdn_jax.training.placement import Placement
 
 MOST = 16
@@ -104,7 +105,10 @@ class KeptStep:
         if self.path is None:
             return None
         try:
-            told, _, stored = self.path.read_bytes().partition(b"\n")
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.getuid():  # JAX would run whatever it holds
+                    raise PermissionError("it belongs to another user")
+                told, _, stored = file.read().partition(b"\n")
             return json.loads(told), stored
         except FileNotFoundError:
             return None
@@ -121,10 +125,12 @@ class KeptStep:
             stored, *_ = serialize_executable.serialize(program)
             folder = self.path.parent
             folder.mkdir(parents=True, exist_ok=True)
-            # A name of its own: two processes may keep the same step at the same time.
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                file.write(json.dumps(told).encode() + b"\n" + stored)
-            os.replace(file.name, self.path)
+            # A folder of its own: two processes may keep the same step at the same time.
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                with replacing(Path(own) / self.path.name) as file:
+                    os.fchmod(file.fileno(), 0o600)
+                    file.write(json.dumps(told).encode() + b"\n" + stored)
+                os.replace(Path(own) / self.path.name, self.path)
             steps = sorted(folder.glob("*" + ENDING), key=lambda path: path.stat().st_mtime)
             for path in steps[:-MOST]:
                 path.unlink(missing_ok=True)

@@ -47,6 +47,18 @@ FAULTS = (
         "tests/training/test_experiments.py::test_steps_whose_lines_a_run_has",
     ),
     Fault(
+        "a step that was kept is read although the source has changed",
+        "about = said, _source(), ",
+        "about = said, ",
+        "tests/training/test_kept_step.py::test_what_decides_the_program_decides_the_file",
+    ),
+    Fault(
+        "a kept step of another user is read",
+        "st_uid != os.getuid()",
+        "st_uid != os.fstat(file.fileno()).st_uid",
+        "tests/training/test_kept_step.py::test_a_file_of_another_user_is_not_read",
+    ),
+    Fault(
         "gradients are not clipped",
         "optax.chain(clip_by_global_norm(options.clip), ",
         "optax.chain(",

@@ -114,6 +114,17 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
         made(step, None)
 
 
+def test_a_file_of_another_user_is_not_read(tmp_path, monkeypatch):
+    step = KeptStep.of(tmp_path, Placement(), "a")
+    made(step, doubled()[0])
+    assert step.path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "getuid", lambda: step.path.stat().st_uid + 1)
+    function, traced = doubled()
+    with pytest.warns(UserWarning, match="cannot be read .it belongs to another user"):
+        made(step, function)
+    assert traced
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     """The step is compiled all the same."""
     (tmp_path / "file").write_text("")
