@@ -11,7 +11,7 @@ Weight = Array | jax.ShapeDtypeStruct
 def takes(x: Weight, weight: Weight) -> bool:
     """Whether `few_product` takes rows [.., D] and a weight [F, D], or such shapes.
 
-    It takes a multiple of 8 rows, up to 64, on one device.
+    It takes a multiple of 8 rows, up to 32, on one device.
     """
     from pallas_kernels.rows import few_product as kernel
 

@@ -81,12 +81,6 @@ class Config:
         # Multiprocessors are not all as fast, and those that are take more of the CTAs. Each has a piece more.
         return cls(8, 1, stages, 2 * num_sms()) if rows == 8 else cls(rows, 2, stages)
 
-    @classmethod
-    def of_one_tile(cls, rows: int, D: int, F: int) -> "Config":
-        """For the only tile, of 8, 16 or 32 rows, of one expert of inner width F: as many CTAs as have items."""
-        each = -(-F // (M * num_sms()))
-        return dataclasses.replace(cls.default(rows, D), ctas=-(-F // (M * each)))
-
 
 def check_supported(x: Shaped, gate_up: Any, rows: int) -> str | None:
     """Why the kernel cannot take rows x [.., D] in tiles of `rows`, and experts gate_up [E, D, 2 F]; None if it
@@ -275,46 +269,6 @@ def _body(gmem: Any, smem: Any, **static: Any) -> None:
     @pl.when(cta.first < cta.end)
     def _():
         roles(cta.wg, cta.config.warpgroups, lambda: _load(cta), lambda: _multiply(cta))
-
-
-@kernel("config")
-def swiglu_in_pieces(
-    x: Float[Array, "N D"],
-    gate_up: Float[Array, "D F2"],
-    down: Float[Array, "F D"],
-    *,
-    config: Config,
-    interpret: Any = None,
-) -> Float[Array, "P N D"]:
-    """The SwiGLU of one expert for rows that are one tile, in pieces whose sum it is.
-
-    Args:
-      x: rows, a multiple of `GROUP` and at most `config.rows`, which `check_supported` accepts.
-      gate_up, down: weights of the expert.
-      config: `Config.of_one_tile`.
-      interpret: parameters of Pallas' interpreter, None to compile.
-
-    Returns:
-      [CTAs, N, D] float32.
-    """
-    (N, D), one = x.shape, jnp.ones(1, jnp.int32)
-    return launch(
-        "expert_swiglu",
-        functools.partial(_body, config=config, interpreted=interpret is not None),
-        inputs={
-            "x": x,
-            "gate_up": gate_up[None],
-            "down": down[None],
-            "experts": one - 1,
-            "counts": one * N,
-            "used": one,
-        },
-        outputs={"pieces": jax.ShapeDtypeStruct((config.ctas, N, D), jnp.float32)},
-        memory=_memory(config, D, x.dtype),
-        ctas=config.ctas,
-        warpgroups=config.warpgroups + 1,
-        interpret=interpret,
-    )["pieces"]
 
 
 WIDTH = 512

@@ -33,7 +33,7 @@ from pallas_kernels.rows.stream import DTYPES, LINE, PART, scale, total
 
 NEEDS = Needs.NOTHING
 
-MOST_PARTS = 64
+MOST_PARTS = 8
 MOST_ROWS = 128
 WARPGROUPS = 4
 REDUCTION_BYTES = 16

@@ -13,7 +13,7 @@ from pallas_kernels.layer.expert_product import expert_product
 from pallas_kernels.rows.attention_rows import attention_rows
 from pallas_kernels.rows.cached_heads import Norms, Rotation, cached_heads
 from pallas_kernels.rows.expert_swiglu import Config as SwigluConfig
-from pallas_kernels.rows.expert_swiglu import expert_swiglu, swiglu_in_pieces
+from pallas_kernels.rows.expert_swiglu import expert_swiglu
 from pallas_kernels.rows.expert_tiles import expert_tiles
 from pallas_kernels.rows.few_product import few_product
 from pallas_kernels.rows.parts_norm import parts_norm
@@ -57,12 +57,8 @@ BATCH_CALLS: dict[str, Call] = {
         )
         for size, rows, tiles in ((8, 32, 144), (16, 64, 152), (32, 128, 156))
     },
-    "SwiGLU of 32 rows, 0.4b": call(
-        partial(configured, swiglu_in_pieces, partial(SwigluConfig.of_one_tile, 32, 1024, 2752)),
-        "bf16[32,1024] bf16[1024,5504] bf16[2752,1024]",
-    ),
     "product of 32 rows, 0.4b": call(few_product, "bf16[32,1024] bf16[4224,1024]"),
-    "product of 64 rows, two CTAs": call(few_product, "bf16[64,2560] bf16[12288,2560]"),
+    "product of 32 rows, Qwen3.5-0.8b": call(few_product, "bf16[32,1024] bf16[8320,1024]"),
     "experts, many rows": call(
         partial(configured, expert_product, ExpertConfig, swiglu=True),
         "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",
@@ -92,9 +88,6 @@ BATCH_CALLS: dict[str, Call] = {
     ),
     "norm of 32 rows after parts": call(
         partial(parts_norm, eps=1e-6, dtype=jnp.bfloat16), "f32[32,2560] f32[8,32,2560] f32[2560]"
-    ),
-    "norm of 32 rows after the parts of a SwiGLU, Qwen3.5-0.8b": call(
-        partial(parts_norm, eps=1e-6, dtype=jnp.bfloat16), "f32[32,1024] f32[56,32,1024] f32[1024]"
     ),
     "heads of 32 rows into a cache, Qwen3.5-0.8b": call(
         partial(into_cache, 8),

@@ -9,7 +9,7 @@ import pytest
 from fused_harness import close, draws
 from test_layer_kernels_attention import LIKE_QWEN, OPERATIONS, check_token, token_of_a_layer
 
-from gdn_jax.parts import experts, few_product, few_swiglu, routing
+from gdn_jax.parts import experts, few_product, routing
 from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu
@@ -17,23 +17,7 @@ pytestmark = pytest.mark.gpu
 REPEATS = 20
 
 
-@pytest.mark.parametrize(("N", "D", "F"), [(8, 1024, 2752), (32, 1024, 3584), (16, 1536, 4096)])
-def test_the_swiglu_of_few_rows(N, D, F):
-    """At the widths of 0.4b and Qwen3.5-0.8B."""
-    draw = draws(N)
-    x, gate_up = draw(N, 1, D, dtype="bfloat16"), draw(D, 2 * F, dtype="bfloat16", scale=D**-0.5)
-    down = draw(F, D, dtype="bfloat16", scale=F**-0.5)
-    assert few_swiglu.takes(x, gate_up, down, None)
-    call = jax.jit(few_swiglu.few_swiglu)
-    parts = call(x, gate_up, down)
-    for _ in range(REPEATS):
-        np.testing.assert_array_equal(call(x, gate_up, down), parts)
-    a, b = np.split(fused_oracle.wide(x) @ fused_oracle.wide(gate_up), 2, axis=-1)
-    want = fused_oracle.branches(a, b) @ fused_oracle.wide(down)
-    close(want, jnp.sum(parts, axis=0), "y", 1, dtype="bfloat16")
-
-
-@pytest.mark.parametrize(("N", "D", "F"), [(8, 1024, 4224), (32, 2560, 12352), (64, 1024, 1024)])
+@pytest.mark.parametrize(("N", "D", "F"), [(8, 1024, 4224), (32, 1024, 8320), (24, 2560, 8192)])
 def test_the_product_of_few_rows(N, D, F):
     draw = draws(N)
     x, weight = draw(N, 1, D, dtype="bfloat16"), draw(F, D, dtype="bfloat16", scale=D**-0.5)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from layer_kernels import INTERPRET
 
 from gdn_jax.bench.collectives import traffic
-from gdn_jax.parts import experts, few_swiglu, kernels
+from gdn_jax.parts import experts
 from pallas_kernels.layer import expert_gradient, expert_product
 from pallas_kernels.layer.expert_product import Config
 from pallas_kernels.rows import expert_swiglu, expert_tiles
@@ -61,24 +61,6 @@ def arguments(N, E=6, k=2, D=128, F=64):
     chosen = np.stack([random.permutation(E - 1)[:k] for _ in range(N)]).astype(np.int32)
     w = [draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D))]
     return draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k)), put(chosen), *w
-
-
-@pytest.mark.parametrize("N", [8, 24])
-def test_the_swiglu_of_a_few_rows(N, monkeypatch):
-    """Its parts, one for each 64 inner columns; rows that fill no tile."""
-    calls = layer_kernels.interpret(monkeypatch)
-    (D, F), draw = (128, 192), draws(N)
-    x, gate_up = draw(N, 1, D, dtype="bfloat16"), draw(D, 2 * F, dtype="bfloat16", scale=D**-0.5)
-    down = draw(F, D, dtype="bfloat16", scale=F**-0.5)
-    with kernels.trusted():
-        assert few_swiglu.takes(x, gate_up, down, None)
-        assert not few_swiglu.takes(x, gate_up, down, "chunked")
-        assert not few_swiglu.takes(x[1:], gate_up, down, None)
-    parts = few_swiglu.few_swiglu(x, gate_up, down)
-    assert parts.shape == (3, N, 1, D) and calls == {"swiglu_in_pieces": 1}
-    rows, w, d = (fused_oracle.wide(y) for y in (x, gate_up, down))
-    a, b = np.split(rows @ w, 2, axis=-1)
-    close(fused_oracle.branches(a, b) @ d, jnp.sum(parts, axis=0), "y", 1, dtype="bfloat16")  # h is rounded
 
 
 @pytest.mark.parametrize("N", [1, 5, 75])

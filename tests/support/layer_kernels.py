@@ -65,7 +65,6 @@ KERNELS = (
     (expert_gradient, "expert_gradient"),
     (expert_tiles, "expert_tiles"),
     (expert_swiglu, "expert_swiglu"),
-    (expert_swiglu, "swiglu_in_pieces"),
     (routed_stream, "routed_stream"),
     (dense_stream, "dense_stream"),
     (routing, "choose"),

@@ -1,4 +1,4 @@
-"""The SwiGLU of a block for single tokens: one kernel with its norm for one row, and one for a few rows."""
+"""The SwiGLU of a block for single tokens: of one row the sum, the norm and the MLP are one kernel."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from gdn_jax.layers.block_weights import BlockSwiGLU, BlockWeight
 from gdn_jax.layers.blocks import RMSNorm, SwiGLU, normalise_first
 from gdn_jax.models.inference.part import Call, Reader
 from gdn_jax.models.inference.projections import PartsOfProjection, ProjectionGroup, ProjectionOfGroup
-from gdn_jax.parts import block_weights, dense_stream, few_swiglu
+from gdn_jax.parts import block_weights, dense_stream
 from gdn_jax.parts.products import Addend, array_of, with_words, words_after
 from gdn_jax.parts.swiglu import gated
 
@@ -36,36 +36,6 @@ class DenseRows(nnx.Module):
         return self.down(gated(y[..., :F], y[..., F:]))
 
 
-class DenseParts(nnx.Module):
-    """A SwiGLU whose weights one kernel reads for a few rows. It leaves their results in parts of a sum, see
-    `PartsOfProjection`.
-
-    Args:
-      mlp: the SwiGLU, of a copy for inference.
-    """
-
-    def __init__(self, mlp: SwiGLU):
-        self.gate_up = nnx.Param(
-            jnp.concatenate([mlp.gate_proj.kernel[...], mlp.up_proj.kernel[...]], axis=1)
-        )
-        self.down, self.implementation = mlp.down_proj.kernel, mlp.implementation
-
-    @classmethod
-    def takes(cls, mlp: SwiGLU, rows: int) -> bool:
-        """Whether the kernel takes rows with this SwiGLU."""
-        down = mlp.down_proj.kernel[...]
-        (F, D), like = down.shape, jax.ShapeDtypeStruct
-        x, gate_up = like((rows, D), down.dtype), like((D, 2 * F), down.dtype)
-        return few_swiglu.takes(x, gate_up, down, mlp.implementation)
-
-    def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*P D"]:
-        """The MLP, see `SwiGLU`: of a few rows in parts, of more as it is."""
-        gate_up, down = self.gate_up[...].astype(x.dtype), self.down[...].astype(x.dtype)
-        if few_swiglu.takes(x, gate_up, down, self.implementation):
-            return few_swiglu.few_swiglu(x, gate_up, down).reshape(-1, *x.shape[1:])
-        return gated(*jnp.split(x @ gate_up, 2, axis=-1)) @ down
-
-
 class DenseRow(Reader):
     """A SwiGLU whose weights lie as the kernel of one row reads them: the branches [2 F, D], the projection down
     [F, D].
@@ -80,16 +50,15 @@ class DenseRow(Reader):
         self.implementation = mlp.implementation
 
     @classmethod
-    def of(cls, mlp: SwiGLU, call: Call) -> "DenseRows | DenseParts | DenseRow":
-        """The SwiGLU for calls of single tokens: this one where a kernel takes one row."""
+    def of(cls, mlp: SwiGLU, call: Call) -> "DenseRows | DenseRow":
+        """The SwiGLU for calls of single tokens: this one where a kernel takes it."""
         if call.rows == 1 and call.from_stream:
             down = mlp.down_proj.kernel[...]
             row, gate_up = (jax.ShapeDtypeStruct((n, down.shape[1]), down.dtype) for n in (1, 2 * len(down)))
             if dense_stream.takes(row, gate_up, down, mlp.implementation):
                 return cls(mlp)
         _fill(mlp)
-        in_parts = call.in_parts and DenseParts.takes(mlp, call.rows)
-        return DenseParts(mlp) if in_parts else DenseRows(mlp, call.in_parts)
+        return DenseRows(mlp, call.in_parts)
 
     def __call__(self, x: Float[Array, "*S D"]) -> Float[Array, "*S D"]:
         """The MLP of any rows, see `SwiGLU`."""
