@@ -36,7 +36,7 @@ GROUP = 8
 """Rows of x come in multiples of it."""
 
 MOST_ROWS = 32
-"""Of more rows, and of weights with more than `M` rows for each multiprocessor, XLA's products were not compared."""
+"""It is compared with XLA's products up to here, and for weights of up to `M` rows for each multiprocessor."""
 
 
 def check_supported(x: Shaped, weight: Shaped) -> str | None:
