@@ -15,6 +15,7 @@ from pallas_kernels.rows.cached_heads import Norms, Rotation, cached_heads
 from pallas_kernels.rows.expert_swiglu import Config as SwigluConfig
 from pallas_kernels.rows.expert_swiglu import expert_swiglu
 from pallas_kernels.rows.expert_tiles import expert_tiles
+from pallas_kernels.rows.few_product import few_product
 from pallas_kernels.rows.parts_norm import parts_norm
 from pallas_kernels.tools.call import Call, call
 
@@ -56,6 +57,8 @@ BATCH_CALLS: dict[str, Call] = {
         )
         for size, rows, tiles in ((8, 32, 144), (16, 64, 152), (32, 128, 156))
     },
+    "product of 32 rows, 0.4b": call(few_product, "bf16[32,1024] bf16[4224,1024]"),
+    "product of 32 rows, Qwen3.5-0.8b": call(few_product, "bf16[32,1024] bf16[8320,1024]"),
     "experts, many rows": call(
         partial(configured, expert_product, ExpertConfig, swiglu=True),
         "bf16[8192,1536] bf16[128,1536,1024] i32[64] i32[1]",

@@ -9,12 +9,24 @@ import pytest
 from fused_harness import close, draws
 from test_layer_kernels_attention import LIKE_QWEN, OPERATIONS, check_token, token_of_a_layer
 
-from gdn_jax.parts import experts, routing
+from gdn_jax.parts import experts, few_product, routing
 from gdn_jax.shapes import Choice
 
 pytestmark = pytest.mark.gpu
 
 REPEATS = 20
+
+
+@pytest.mark.parametrize(("N", "D", "F"), [(8, 1024, 4224), (32, 1024, 8320), (24, 2560, 8192)])
+def test_the_product_of_few_rows(N, D, F):
+    draw = draws(N)
+    x, weight = draw(N, 1, D, dtype="bfloat16"), draw(F, D, dtype="bfloat16", scale=D**-0.5)
+    assert few_product.takes(x, weight)
+    call = jax.jit(few_product.few_product)
+    y = call(x, weight)
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(call(x, weight), y)
+    close(fused_oracle.wide(x) @ fused_oracle.wide(weight).T, y, "y", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("N", [8, 16, 128])

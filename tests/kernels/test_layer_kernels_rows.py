@@ -6,6 +6,7 @@ import re
 import fused_oracle
 import jax
 import jax.numpy as jnp
+import layer_kernels
 import numpy as np
 import pytest
 import row_kernels
@@ -15,7 +16,7 @@ from layer_kernels import INTERPRET
 
 from gdn_jax.parts import delta_layer as fused_delta_layer
 from gdn_jax.parts import dense_stream as dense
-from gdn_jax.parts import latent_token
+from gdn_jax.parts import few_product, kernels, latent_token
 from gdn_jax.parts import routing as plain_routing
 from gdn_jax.parts.delta_layer import Gates
 from gdn_jax.parts.experts import SharedExpert
@@ -216,6 +217,18 @@ def test_norms_of_parts(B, D, P):
     got = parts_norm.parts_norm(x, y, norm, eps=1e-6, dtype=jnp.float32, interpret=INTERPRET)
     close(s, got[0], "s")
     close(n, got[1], "n")
+
+
+@pytest.mark.parametrize(("N", "D", "F"), [(8, 128, 64), (24, 256, 192)])
+def test_the_product_of_few_rows(N, D, F, monkeypatch):
+    """A CTA of its own for each 64 columns; a ring that holds all of the sum."""
+    calls, draw = layer_kernels.interpret(monkeypatch), draws(N)
+    x, weight = draw(N, 1, D, dtype="bfloat16"), draw(F, D, dtype="bfloat16", scale=D**-0.5)
+    with kernels.trusted():
+        assert few_product.takes(x, weight) and not few_product.takes(x[1:], weight)
+    y = few_product.few_product(x, weight)
+    assert calls == {"few_product": 1}
+    close(fused_oracle.wide(x) @ fused_oracle.wide(weight).T, y, "y", dtype="bfloat16")
 
 
 def test_products_of_heads():

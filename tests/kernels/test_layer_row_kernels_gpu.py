@@ -306,8 +306,16 @@ SMALL_KDA = dataclasses.replace(
 
 @pytest.mark.parametrize(
     ("config", "rows"),
-    [(SMALL_LING, 1), (SMALL_QWEN, 1), (SMALL_BLOCKS, 1), (SMALL_KDA, 1), (SMALL_QWEN, 6), (SMALL_KDA, 6)],
-    ids=["ling", "qwen", "codes", "kda", "rows of qwen", "rows of kda"],
+    [
+        (SMALL_LING, 1),
+        (SMALL_QWEN, 1),
+        (SMALL_BLOCKS, 1),
+        (SMALL_KDA, 1),
+        (SMALL_QWEN, 6),
+        (SMALL_KDA, 6),
+        (SMALL_QWEN, 8),
+    ],
+    ids=["ling", "qwen", "codes", "kda", "rows of qwen", "rows of kda", "eight rows of qwen"],
 )
 def test_a_token_of_a_model(config, rows):
     """Recurrent, latent and attention layers, dense and with experts, token by token in the copy that generation

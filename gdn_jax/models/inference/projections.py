@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from gdn_jax.layers.block_weights import BlockLinear
 from gdn_jax.layers.blocks import Projection, RMSNorm, with_bias
-from gdn_jax.parts import block_weights, row_product
+from gdn_jax.parts import block_weights, few_product, row_product
 from gdn_jax.parts.products import Addend, array_of, transposed_product
 from gdn_jax.shapes import accumulation_dtype
 
@@ -85,7 +85,10 @@ class ProjectionGroup(Group):
         """The results of all projections side by side, without a bias."""
         weight = self.weight[...]
         dtype = self.dtype or jnp.promote_types(x.dtype, weight.dtype)
-        return transposed_product(x.astype(dtype), weight.astype(dtype), dtype)
+        x, weight = x.astype(dtype), weight.astype(dtype)
+        if few_product.takes(x, weight):
+            return few_product.few_product(x, weight)
+        return transposed_product(x, weight, dtype)
 
 
 class BlockGroup(Group):

@@ -1,0 +1,28 @@
+"""The product of a few rows and a weight, by a kernel whose tensor cores take the weight's rows as their own."""
+
+import jax
+from jaxtyping import Array, Float
+
+from gdn_jax.parts.kernels import is_whole, token_op, usable
+
+Weight = Array | jax.ShapeDtypeStruct
+
+
+def takes(x: Weight, weight: Weight) -> bool:
+    """Whether `few_product` takes rows [.., D] and a weight [F, D], or such shapes.
+
+    It takes a multiple of 8 rows, up to 32, on one device.
+    """
+    from pallas_kernels.rows import few_product as kernel
+
+    arrays = [a for a in (x, weight) if isinstance(a, jax.Array)]
+    return usable(None, kernel, reason=kernel.check_supported(x, weight)) and is_whole(*arrays)
+
+
+@token_op
+def few_product(x: Float[Array, "*S D"], weight: Float[Array, "F D"]) -> Float[Array, "*S F"]:
+    """x @ weight.T, for what `takes` accepts, in the dtype of both. Numerics: float32 sums, rounded once."""
+    from pallas_kernels.rows import few_product as kernel
+
+    y = kernel.few_product(x.reshape(-1, x.shape[-1]), weight)
+    return y.reshape(*x.shape[:-1], -1)
