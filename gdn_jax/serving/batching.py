@@ -1,10 +1,11 @@
 """Continuous batching: requests of uneven lengths join and leave a batch of fixed size, and slots are used again.
 
 The device never waits for the host: the token that a request needs next stays on the device, in the slot of the
-request, and tokens are read one step late, while the next ones are made. First tokens are read in their own step, if
-the device then has tokens to make. Every array of indices that a program is given is a new one that nobody
-writes to again, since the device may read it long after the call. A request counts what a program was given after
-that program has started, so a step that is interrupted before loses nothing.
+request, and tokens are read one step late, while the next ones are made. First tokens are read in their own step,
+while the device makes tokens. Where prompts are left they come a step late too: to start the next prompts takes the
+host longer than one token of each request takes the device. Every array of indices that a program is given is a new
+one that nobody writes to again, since the device may read it long after the call. A request counts what a program was
+given after that program has started, so a step that is interrupted before loses nothing.
 """
 
 import time
@@ -73,8 +74,8 @@ class Server:
         prompt is read whole. Each prefix takes the bytes of a whole slot, also for tokens that are not there yet.
       prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
-      most_tokens: most tokens of a request in a step, not for chains. Where no prompt is left to read, and no request
-        that waits could start earlier, a step is this number of tokens of every request by one program: the host has
+      most_tokens: most tokens of a request in a step, not for chains. Where no prompt is left to read, and a request
+        needs more than half of them, a step is this number of tokens of every request by one program: the host has
         less to do, and tells tokens, and starts new requests, later.
 
     Raises:
@@ -187,8 +188,8 @@ class Server:
         return self._number
 
     def step(self) -> dict[int, np.ndarray]:
-        """Starts a token of every running request, or several, and reads those that the step before started, and the
-        first tokens of requests whose prompts this step ends.
+        """Starts a token of every running request, or several, and reads those that the step before started. Where
+        this step ends the last prompts that are left, it reads their first tokens too.
 
         Returns:
           The new tokens of the requests that have ended.
@@ -199,7 +200,8 @@ class Server:
         self._start_prompts()
         prompts = len(self._unread)
         self._start_tokens()
-        for _ in range(prompts if len(self._unread) > prompts else started):
+        is_busy = len(self._unread) > prompts and all(request.made for request in self._running)
+        for _ in range(prompts if is_busy else started):
             self._read(*self._unread[0])
             self._unread.popleft()
         finished, self._finished = self._finished, {}
@@ -311,9 +313,8 @@ class Server:
         if not owners:
             return
         left = [request.num_tokens - request.made for request in owners]
-        steps = self._most_tokens
-        if len(owners) < len(self._running) or (min if self._waiting else max)(left) < steps:
-            steps = 1
+        several = len(owners) == len(self._running) and 2 * max(left) > self._most_tokens
+        steps = self._most_tokens if several else 1
         table = np.full((2, self._max_batch), -1)
         table[:, : len(owners)] = [request.slot for request in owners], left
         new, self._state = run_decode(self._decode, steps, self._state, self._params, _indices(table))
