@@ -1,11 +1,10 @@
 """Continuous batching: requests of uneven lengths join and leave a batch of fixed size, and slots are used again.
 
 The device never waits for the host: the token that a request needs next stays on the device, in the slot of the
-request, and tokens are read one step late, while the next ones are made. First tokens are read in their own step,
-while the device makes tokens. Where prompts are left they come a step late too: to start the next prompts takes the
-host longer than one token of each request takes the device. Every array of indices that a program is given is a new
-one that nobody writes to again, since the device may read it long after the call. A request counts what a program was
-given after that program has started, so a step that is interrupted before loses nothing.
+request, and tokens are read one step late, while the next ones are made. First tokens are read in their own step, if
+the device then has tokens to make. Every array of indices that a program is given is a new one that nobody
+writes to again, since the device may read it long after the call. A request counts what a program was given after
+that program has started, so a step that is interrupted before loses nothing.
 """
 
 import time
@@ -188,8 +187,8 @@ class Server:
         return self._number
 
     def step(self) -> dict[int, np.ndarray]:
-        """Starts a token of every running request, or several, and reads those that the step before started. Where
-        this step ends the last prompts that are left, it reads their first tokens too.
+        """Starts a token of every running request, or several, and reads those that the step before started, and the
+        first tokens of requests whose prompts this step ends.
 
         Returns:
           The new tokens of the requests that have ended.
@@ -200,8 +199,7 @@ class Server:
         self._start_prompts()
         prompts = len(self._unread)
         self._start_tokens()
-        is_busy = len(self._unread) > prompts and all(request.made for request in self._running)
-        for _ in range(prompts if is_busy else started):
+        for _ in range(prompts if len(self._unread) > prompts else started):
             self._read(*self._unread[0])
             self._unread.popleft()
         finished, self._finished = self._finished, {}

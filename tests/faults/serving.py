@@ -119,15 +119,9 @@ FAULTS = (
     ),
     Fault(
         "first tokens are read a step late",
-        "prompts if is_busy else started",
+        "prompts if len(self._unread) > prompts else started",
         "started",
         "tests/serving/test_serving_reading.py::test_what_a_step_waits_for",
-    ),
-    Fault(
-        "a server waits for first tokens before it has started the prompts that are left",
-        "len(self._unread) > prompts and all(request.made for request in self._running)",
-        "len(self._unread) > prompts",
-        "tests/serving/test_serving_reading.py::test_what_is_left_of_prompts_is_started_before_first_tokens_are_read",
     ),
     Fault(
         "a request takes a token more than a slot holds",

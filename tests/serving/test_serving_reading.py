@@ -45,27 +45,14 @@ def test_tokens_are_told_as_they_are_read():
     assert server.read == {}
 
 
-def watched(server, monkeypatch):
-    """What the server does from now on, in order: a program of prompts, one of tokens with its number of them, and a
-    result that is read."""
-    events, starts = [], {"run_prefill": lambda _: "prompts", "run_decode": lambda args: args[1]}
-    for name, event in starts.items():
-        run = getattr(batching, name)
-        monkeypatch.setattr(
-            batching, name, lambda *x, f=run, event=event: (events.append(event(x)), f(*x))[1]
-        )
-    read = server._read
-    monkeypatch.setattr(server, "_read", lambda *x: (events.append("read"), read(*x)))
-    return events
-
-
 def test_several_tokens_in_a_step(monkeypatch):
     """Not while a prompt is left to read, and not where no request needs more than half of them. What comes after a
     stop token, or after the end of a request within the program, is dropped."""
     server, steps = make_server(most_tokens=4, prefill_tokens=64), []
     lengths = {server.submit([1] * n, count): count for n, count in ((5, 4), (150, 10), (3, 7), (3, 19))}
     lengths[server.submit([1], 30, stop_token=6)] = 7
-    events, ended = watched(server, monkeypatch), {}
+    run, of_programs, ended = batching.run_decode, [], {}
+    monkeypatch.setattr(batching, "run_decode", lambda *x: (of_programs.append(x[1]), run(*x))[1])
     while len(ended) < len(lengths):
         ended |= server.step()
         steps.append({number: len(tokens) for number, tokens in server.read.items()})
@@ -73,25 +60,10 @@ def test_several_tokens_in_a_step(monkeypatch):
         assert ended[number].tolist() == [*range(length)]
     # The first request goes on during a prompt of three pieces. Then the third ends within a program, before the
     # fourth has its slot, and the second before the fifth. The last two tokens of the fourth come one by one.
-    assert [step[1] for step in steps if 1 in step] == [2, 1, 1]
+    assert [step[1] for step in steps if 1 in step] == [1, 1, 1, 1]
     assert [step[2] for step in steps if 2 in step] == [1, 4, 4, 1]
     assert [step[3] for step in steps if 3 in step] == [1, 4, 2]
-    assert [x for x in events if x not in ("prompts", "read")] == [1, 1, 1, *[4] * 6, 1, 1]
-
-
-def test_what_is_left_of_prompts_is_started_before_first_tokens_are_read(monkeypatch):
-    """So the device has the next program before the host waits for the last one. A prompt of three pieces comes after
-    another request's; the first tokens of the last piece are read in its own step."""
-    server, steps = make_server(prefill_tokens=64), []
-    server.submit([1] * 5, 9)
-    server.submit([1] * 150, 2)
-    events = watched(server, monkeypatch)
-    for _ in range(5):
-        server.step()
-        steps.append([*events])
-        events.clear()
-    both = ["prompts", 1]
-    assert steps == [both, *[[*both, "read", "read"]] * 2, [*both, "read", "read", "read"], [1, "read"]]
+    assert of_programs == [1, 1, 1, *[4] * 6, 1, 1]
 
 
 def test_chains_come_one_in_a_step():
