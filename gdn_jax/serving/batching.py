@@ -73,8 +73,8 @@ class Server:
         prompt is read whole. Each prefix takes the bytes of a whole slot, also for tokens that are not there yet.
       prefix_stride: a prefix is kept after every multiple of this number of tokens; itself a multiple of 64.
       sampling: whether requests may draw tokens, each in its own way; the functions then take `Draws`.
-      most_tokens: most tokens of a request in a step, not for chains. Where no prompt is left to read, and no request
-        that waits could start earlier, a step is this number of tokens of every request by one program: the host has
+      most_tokens: most tokens of a request in a step, not for chains. Where no prompt is left to read, and a request
+        needs more than half of them, a step is this number of tokens of every request by one program: the host has
         less to do, and tells tokens, and starts new requests, later.
 
     Raises:
@@ -311,9 +311,8 @@ class Server:
         if not owners:
             return
         left = [request.num_tokens - request.made for request in owners]
-        steps = self._most_tokens
-        if len(owners) < len(self._running) or (min if self._waiting else max)(left) < steps:
-            steps = 1
+        several = len(owners) == len(self._running) and 2 * max(left) > self._most_tokens
+        steps = self._most_tokens if several else 1
         table = np.full((2, self._max_batch), -1)
         table[:, : len(owners)] = [request.slot for request in owners], left
         new, self._state = run_decode(self._decode, steps, self._state, self._params, _indices(table))

@@ -18,9 +18,10 @@ from gdn_jax.shapes import check_array, widened
 BEYOND = np.iinfo(np.int32).max
 """The slot or row number that no pool has: reading there gives zeros, writing does nothing."""
 
-FEW_OFFSETS = 65
-"""Up to here a GPU compares every token with all offsets in less time than the steps of a search take to start.
-Worked out, not measured: each head of a token is compared by itself, 68 million times for 32,768 tokens, 32 heads."""
+FEW_PAIRS = 65 * 32_768
+"""Up to here a GPU compares every token with all offsets in less time than the steps of a search take to start, which
+is a loop on the host besides. Worked out, not measured: each head of a token is compared by itself, 68 million times
+for 65 offsets, 32,768 tokens and 32 heads."""
 
 Indices = Integer[Array, "..."] | Integer[np.ndarray, "..."]
 """Slot numbers as callers give them: of any integer dtype. The largest unsigned number is -1 where the pool has
@@ -62,7 +63,7 @@ class Address(NamedTuple):
 def is_real(cu_seqlens: Int[Array, " N1"], at: Address, T: int) -> Bool[Array, " T"]:
     """Which tokens of packed sequences belong to one that has a slot."""
     # To compare with every offset is one operation, to search one after the other.
-    method = "compare_all" if cu_seqlens.shape[0] <= FEW_OFFSETS else "scan"
+    method = "compare_all" if cu_seqlens.shape[0] * T <= FEW_PAIRS else "scan"
     owner = jnp.searchsorted(widened(cu_seqlens), jnp.arange(T), side="right", method=method) - 1
     return rows_of(at.is_slot, jnp.where(owner < 0, BEYOND, owner), False)
 

@@ -107,7 +107,7 @@ def test_whose_tokens_are_real(monkeypatch):
     at = slots.Address.of(np.array([3, 5, -1, 0, 2]), jnp.zeros(9))
     want = np.repeat([True, False, True, False], [CU[2], CU[3] - CU[2], CU[5] - CU[3], T - CU[5]])
     np.testing.assert_array_equal(slots.is_real(jnp.asarray(CU), at, T), want)
-    monkeypatch.setattr(slots, "FEW_OFFSETS", len(CU) - 1)
+    monkeypatch.setattr(slots, "FEW_PAIRS", len(CU) * T - 1)
     np.testing.assert_array_equal(slots.is_real(jnp.asarray(CU), at, T), want)
 
 

@@ -45,23 +45,25 @@ def test_tokens_are_told_as_they_are_read():
     assert server.read == {}
 
 
-def test_several_tokens_in_a_step():
-    """Where nobody could start earlier: not while a prompt is to be read, and while requests wait not beyond the next
-    end. What comes after a stop token, or after the end of a request within the program, is dropped."""
+def test_several_tokens_in_a_step(monkeypatch):
+    """Not while a prompt is left to read, and not where no request needs more than half of them. What comes after a
+    stop token, or after the end of a request within the program, is dropped."""
     server, steps = make_server(most_tokens=4, prefill_tokens=64), []
-    lengths = {server.submit([1] * n, count): count for n, count in ((5, 4), (150, 10), (3, 7), (3, 14))}
+    lengths = {server.submit([1] * n, count): count for n, count in ((5, 4), (150, 10), (3, 7), (3, 19))}
     lengths[server.submit([1], 30, stop_token=6)] = 7
-    ended = {}
+    run, of_programs, ended = batching.run_decode, [], {}
+    monkeypatch.setattr(batching, "run_decode", lambda *x: (of_programs.append(x[1]), run(*x))[1])
     while len(ended) < len(lengths):
         ended |= server.step()
         steps.append({number: len(tokens) for number, tokens in server.read.items()})
     for number, length in lengths.items():
         assert ended[number].tolist() == [*range(length)]
-    # The first request goes on during a prompt of three pieces. Four tokens of the second and the third come after
-    # their first ones; then the third has two left, and others wait for its slot.
+    # The first request goes on during a prompt of three pieces. Then the third ends within a program, before the
+    # fourth has its slot, and the second before the fifth. The last two tokens of the fourth come one by one.
     assert [step[1] for step in steps if 1 in step] == [1, 1, 1, 1]
-    assert [step[2] for step in steps if 2 in step] == [1, 4, 1, 1, 1, 1, 1]
-    assert [step[3] for step in steps if 3 in step] == [1, 4, 1, 1] and len(steps) < 20
+    assert [step[2] for step in steps if 2 in step] == [1, 4, 4, 1]
+    assert [step[3] for step in steps if 3 in step] == [1, 4, 2]
+    assert of_programs == [1, 1, 1, *[4] * 6, 1, 1]
 
 
 def test_chains_come_one_in_a_step():
