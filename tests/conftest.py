@@ -138,6 +138,14 @@ def interpreted(monkeypatch):
 
 
 @pytest.fixture
+def last_arrivals(monkeypatch):
+    """Kernels whose loading warpgroup ends before the others, interpreted: it has not seen their last arrivals."""
+    from layer_kernels import leave_last_arrivals
+
+    leave_last_arrivals(monkeypatch)
+
+
+@pytest.fixture
 def interpreted_calls():
     """Public calls of `gdn_jax.serving` interpret the kernels."""
     from layer_kernels import INTERPRET

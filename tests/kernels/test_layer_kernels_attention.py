@@ -24,6 +24,8 @@ from gdn_jax.parts.kernels import trusted
 from pallas_kernels.rows import attention_rows
 from pallas_kernels.rows.attention_rows import Config
 
+pytestmark = pytest.mark.usefixtures("last_arrivals")
+
 SCALE = 0.1
 
 
@@ -231,8 +233,8 @@ def test_what_the_kernel_takes():
     """Heads are filled up to eights; widths are whole pieces, and sums fit the registers."""
 
     def reason(heads, *widths, S=8, keys=1):
-        queries = [jnp.zeros((1, 2, heads, width), "bfloat16") for width in widths[:keys]]
-        return attention_rows.check_supported(queries, [jnp.zeros((1, S, 2, w), "bfloat16") for w in widths])
+        queries = [np.zeros((1, 2, heads, width), jnp.bfloat16) for width in widths[:keys]]
+        return attention_rows.check_supported(queries, [np.zeros((1, S, 2, w), jnp.bfloat16) for w in widths])
 
     assert reason(3, 64, 256) is reason(16, 512, 64, keys=2) is None
     assert reason(3, 64, 96) == (

@@ -20,6 +20,8 @@ from pallas_kernels.layer import expert_gradient, expert_product
 from pallas_kernels.layer.expert_product import Config
 from pallas_kernels.rows import expert_swiglu, expert_tiles
 
+pytestmark = pytest.mark.usefixtures("last_arrivals")
+
 
 @pytest.mark.parametrize(
     ("config", "swiglu", "dtype"),
@@ -60,7 +62,7 @@ def arguments(N, E=6, k=2, D=128, F=64):
     draw, random = draws(N), np.random.default_rng(N)
     chosen = np.stack([random.permutation(E - 1)[:k] for _ in range(N)]).astype(np.int32)
     w = [draw(E, *s, dtype="bfloat16", scale=s[0] ** -0.5) for s in ((D, 2 * F), (F, D))]
-    return draw(N, D, dtype="bfloat16"), jnp.abs(draw(N, k)), put(chosen), *w
+    return draw(N, D, dtype="bfloat16"), put(np.abs(draw(N, k))), put(chosen), *w
 
 
 @pytest.mark.parametrize("N", [1, 5, 75])
@@ -106,7 +108,7 @@ def test_a_row_of_nan_leaves_other_rows_and_experts_alone(monkeypatch, N=6):
     chosen. It is the last one, of which copies fill tiles up."""
     small_tiles(monkeypatch)
     rows, weights, chosen, gate_up, down = arguments(N)
-    dy, bad = draws(1)(N, 128), jnp.where(jnp.arange(N)[:, None] == N - 1, jnp.nan, rows)
+    dy, bad = draws(1)(N, 128), put(np.where(np.arange(N)[:, None] == N - 1, np.nan, rows), rows.dtype)
 
     def results(rows):
         call = lambda *args: experts.mixture(*args[:2], chosen, *args[2:])  # noqa: E731

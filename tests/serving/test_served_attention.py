@@ -211,6 +211,7 @@ def test_tokens_beyond_the_capacity_are_none():
         (LatentAttention, LatentAttentionConfig(8, 8, 64, 8, 64, rope_theta=100.0)),
     ],
 )
+@pytest.mark.usefixtures("last_arrivals")
 def test_a_token_by_the_kernel(kind, config, interpreted, monkeypatch):
     """Requests in any slots, one of them no request; a slot that nobody has holds NaN. Where bits must not hang on
     other requests there is no kernel. Of a copy for single tokens, heads are made by a kernel, too."""
