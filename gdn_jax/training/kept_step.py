@@ -34,6 +34,8 @@ ENDING = ".step"
 """Ending of their files: warnings of tracing as a line of JSON, then what JAX makes of a compiled program."""
 SETTINGS = ("JAX_", "XLA_", "NVIDIA_", "CUDA_", "TF_", "LIBTPU_", "GDN_")
 """How names of environment variables begin that may change a program."""
+NO_SETTING = "CUDA_VISIBLE_DEVICES"
+"""A process has a number of its own for each card that it sees, and the same program for another card of that kind."""
 PACKAGES = re.compile(r"jax|flax|optax|numpy|nvidia", re.IGNORECASE)
 """In the names of packages whose versions may change a program."""
 
@@ -176,6 +178,7 @@ def _surroundings() -> tuple[Any, ...]:
     """Versions, JAX's settings and variables of the environment that may change a program."""
     packages = {x.name: x.version for x in metadata.distributions() if PACKAGES.search(x.name or "")}
     environment = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+    environment.pop(NO_SETTING, None)
     return platform.python_version(), *(sorted(x.items()) for x in (packages, environment, jax.config.values))
 
 
