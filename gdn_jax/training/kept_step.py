@@ -35,7 +35,7 @@ ENDING = ".step"
 SETTINGS = ("JAX_", "XLA_", "NVIDIA_", "CUDA_", "TF_", "LIBTPU_", "GDN_")
 """How names of environment variables begin that may change a program."""
 NO_SETTING = "CUDA_VISIBLE_DEVICES"
-"""A process has a number of its own for each card that it sees, and the same program for another card of that kind."""
+"""Another card of the same kind has the same program."""
 PACKAGES = re.compile(r"jax|flax|optax|numpy|nvidia", re.IGNORECASE)
 """In the names of packages whose versions may change a program."""
 
