@@ -136,7 +136,7 @@ class KeptStep:
             steps = sorted(folder.glob("*" + ENDING), key=lambda path: path.stat().st_mtime)
             for path in steps[:-MOST]:
                 path.unlink(missing_ok=True)
-        except OSError as error:
+        except Exception as error:  # JAX does not say which, for parts of a program that it cannot write
             _cannot("written", self.path, error)
         return program
 

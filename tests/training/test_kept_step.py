@@ -136,6 +136,20 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     np.testing.assert_array_equal(program(jnp.ones(4))["y"], 2)
 
 
+def test_a_program_that_cannot_be_written(tmp_path):
+    """With a call of a function of this process."""
+
+    @jax.jit
+    def function(x):
+        return {"y": 2 * jax.pure_callback(np.asarray, X[0], x)}
+
+    step = KeptStep.of(tmp_path, Placement(), "a")
+    with pytest.warns(UserWarning, match="the kept step cannot be written"):
+        program = made(step, function)
+    np.testing.assert_array_equal(program(jnp.ones(4))["y"], 2)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_old_steps_go(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_step, "MOST", 2)
     paths = [KeptStep.of(tmp_path, Placement(), i).path for i in range(3)]
