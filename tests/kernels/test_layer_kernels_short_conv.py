@@ -41,7 +41,7 @@ def test_short_conv(name):
     fresh = None
     if segments is not None:
         fresh = jnp.diff(segments, axis=1, prepend=-1).astype(jnp.int32)
-    run = dict(config=config, interpret=INTERPRET)
+    run = dict(interpret=INTERPRET) | ({} if config is None else dict(config=config))
     for n, got in zip("qkv", short_conv.short_conv(x, weight, fresh, **options, **run), strict=True):
         assert got.dtype == x.dtype
         close(getattr(expected, n), got, n)
