@@ -1,4 +1,4 @@
-"""The product of a few rows and a weight, by a kernel whose tensor cores take the weight's rows as their own."""
+"""The product of a few rows and a weight by a kernel, for projections of one input in a copy for single tokens."""
 
 import jax
 from jaxtyping import Array, Float
@@ -21,7 +21,15 @@ def takes(x: Weight, weight: Weight) -> bool:
 
 @token_op
 def few_product(x: Float[Array, "*S D"], weight: Float[Array, "F D"]) -> Float[Array, "*S F"]:
-    """x @ weight.T, for what `takes` accepts, in the dtype of both. Numerics: float32 sums, rounded once."""
+    """x @ weight.T in one kernel.
+
+    Args:
+      x: rows for which `takes` is true, bfloat16 or float16.
+      weight: the weight, of the same dtype, a row for each output.
+
+    Returns:
+      [.., F] in that dtype. Numerics: float32 sums, rounded once.
+    """
     from pallas_kernels.rows import few_product as kernel
 
     y = kernel.few_product(x.reshape(-1, x.shape[-1]), weight)

@@ -20,7 +20,7 @@ BEYOND = np.iinfo(np.int32).max
 
 FEW_PAIRS = 65 * 32_768
 """Up to here a GPU compares every token with all offsets in less time than the steps of a search take to start, which
-is a loop on the host besides. Worked out, not measured: each head of a token is compared by itself, 68 million times
+is also a loop on the host. Worked out, not measured: each head of a token is compared by itself, 68 million times
 for 65 offsets, 32,768 tokens and 32 heads."""
 
 Indices = Integer[Array, "..."] | Integer[np.ndarray, "..."]

@@ -265,7 +265,7 @@ def test_layer_of_the_delta_rule(name):
 
 @pytest.mark.parametrize("length", [0, 100, 190])
 def test_latent_attention_of_a_row(length):
-    """At the sizes of Ling-3.0-tiny, behind no token, some, and before the last slot."""
+    """At the sizes of Ling-3.0-tiny, after no token, after some, and before the last slot."""
     (channels, q, norm, _, values, k, v, at), static, y, k_r, c = row_kernels.latent(
         16, 512, 128, 192, length
     )
@@ -337,7 +337,7 @@ def test_a_token_of_a_model(config, rows):
     for t in range(12):
         y, cache = step(copy, tokens[:, t : t + 1], cache)
         got.append(np.asarray(y))
-    # Some twenty roundings one behind the other, in either program.
+    # Some twenty roundings one after the other, in either program.
     close(want, np.concatenate(got, axis=1), "logits", 20, dtype="bfloat16")
 
 

@@ -197,6 +197,21 @@ def test_a_trainer_reads_its_step(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [file]
 
 
+def test_options_that_name_no_other_step_make_no_other_program(monkeypatch):
+    """Those that are left out of a step's name; another number of steps is another program."""
+    lowered = []
+
+    def lower(step, function, arguments, result):
+        lowered.append(function.lower(*arguments).as_text())
+        return lambda: None
+
+    monkeypatch.setattr(KeptStep, "compiling", lower)
+    for run in ({}, dict(seed=3), dict(log_every=7, eval_every=9, save_every=11), dict(steps=50)):
+        of_run = options(**run)
+        Trainer.make(of_run, make_task(of_run.task, of_run.run.batch_size, of_run.run.seed))
+    assert [text == lowered[0] for text in lowered] == [True, True, True, False]
+
+
 @pytest.mark.slow
 def test_another_process_has_the_same_name():
     """Whatever the order of its sets."""
