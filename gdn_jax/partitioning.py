@@ -4,8 +4,9 @@ A kernel is opaque to XLA, which without a word from us gathers its operands ont
 every array get names here, of which some may be split: "b" for rows and "h" for heads. Any other dimension that is
 sharded is gathered before the operation.
 
-Where the mesh has automatic axes, `on_shards` tells XLA's partitioner. Where it has explicit axes, shardings are part
-of the arrays' types and `on_explicit_shards` reads them there.
+Where a mesh of `MeshShape.make` is set, its axes say what lies over them, and `on_shards` is a `jax.shard_map`. On
+automatic axes of another mesh it tells XLA's partitioner. Where the mesh has explicit axes, shardings are part of the
+arrays' types and `on_explicit_shards` reads them there.
 """
 
 import math
@@ -21,9 +22,14 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gdn_jax.parallel.mesh import CONTEXT, DATA, HEAD, axes_set
+
 Axes = tuple[str, ...]
 """Names of an array's dimensions. One of a name that may be split has that name's size, or a multiple of it. For a
 result of `on_shards` "+" and a name may follow."""
+
+AXIS_OF = {"b": DATA, "t": CONTEXT, "h": HEAD}
+"""Axes of a mesh of `MeshShape.make` by the names of the dimensions that lie over them."""
 
 
 def on_shards(
@@ -62,6 +68,51 @@ def on_shards(
     def whole(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(compiled(static, *jax.tree.unflatten(treedef, leaves))))
 
+    if (devices := axes_set()) is None:
+        split = _by_partitioner(compiled, static, treedef, whole, ins, outs, sizes)
+    else:
+        lie = [PartitionSpec(*map(AXIS_OF.get, _dimensions(names))) for names in (*ins, *outs)]
+        chosen = _choose(devices, sizes, (*ins, *outs), lie)
+        split = partial(_on_known_axes, f, static, treedef, ins, outs, tuple(chosen.items()))
+
+    @custom_vmap
+    def call(*leaves):
+        return split(*leaves)
+
+    @call.def_vmap
+    def _(axis_size, batched, *leaves):
+        in_axes = tuple(0 if b else None for b in batched)
+        return jax.vmap(whole, in_axes, axis_size=axis_size)(*leaves), (True,) * len(outs)
+
+    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves))
+
+
+# Compiled by itself, so that the layers of a model share what is traced and lowered of one.
+@partial(jax.jit, static_argnums=range(6))
+def _on_known_axes(f, static, treedef, ins, outs, chosen, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    """The leaves of f(static, *args), each name over the mesh axes that are chosen for it."""
+    chosen = dict(chosen)
+
+    def shard(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        parts = jax.tree.leaves(f(static, *jax.tree.unflatten(treedef, leaves)))
+        return tuple(_summed(chosen, *part) for part in zip(outs, parts, strict=True))
+
+    given, made = (tuple(_spec(chosen, names) for names in side) for side in (ins, outs))
+    # Nothing differentiates through it, and kernels do not say over which mesh axes their results vary.
+    return jax.shard_map(shard, in_specs=given, out_specs=made, check_vma=False)(*leaves)
+
+
+def _by_partitioner(
+    compiled: Any,
+    static: Hashable,
+    treedef: Any,
+    whole: Callable[..., tuple[jax.Array, ...]],
+    ins: Sequence[Axes],
+    outs: Sequence[Axes],
+    sizes: Mapping[str, int],
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """`whole`, of which XLA asks how it is split while it compiles the program."""
+
     def choose(mesh: Mesh, arrays, names: Sequence[Axes]) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
         given = [x.sharding for x in arrays]
         if mesh.empty:  # shardings of no mesh: every device computes the whole
@@ -90,17 +141,7 @@ def on_shards(
 
     partitioned = custom_partitioning(whole)
     partitioned.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
-
-    @custom_vmap
-    def call(*leaves):
-        return partitioned(*leaves)
-
-    @call.def_vmap
-    def _(axis_size, batched, *leaves):
-        in_axes = tuple(0 if b else None for b in batched)
-        return jax.vmap(whole, in_axes, axis_size=axis_size)(*leaves), (True,) * len(outs)
-
-    return jax.tree.unflatten(jax.tree.structure(shapes), call(*leaves))
+    return partitioned
 
 
 def _lowered(compiled: Any, static: Hashable, args: tuple[Any, ...], mesh: Mesh) -> export.Exported:
@@ -232,9 +273,11 @@ def vary_alike(arrays: Any) -> Any:
 def expected_shards(arrays: Any) -> int | None:
     """Devices that XLA may split a computation on these arrays over; None where there is nothing for it to split.
 
-    Inside `jax.shard_map` the arrays are shards already. On explicit axes they are split by their types.
+    Inside `jax.shard_map` the arrays are shards already. On explicit axes they are split by their types. A mesh of one
+    device that is set says that there is no other.
     """
-    if jax.device_count() == 1:
+    here = jax.sharding.get_abstract_mesh()
+    if jax.device_count() == 1 or (not here.empty and here.size == 1):
         return None
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     if any({AxisType.Manual, AxisType.Explicit} & {*mesh.axis_types} for mesh in meshes):

@@ -63,10 +63,10 @@ class KeptStep:
             process does not have, the step is not kept.
         """
         said = repr(parts)
-        # JAX cannot write a program of several devices: the kernels' rules of partitioning are among its parts.
-        if folder is None or len(placement.devices) > 1 or re.search(r"\bat 0x[0-9a-f]", said):
+        # Processes that share a run would have to agree on who has read its step and who traces it.
+        if folder is None or jax.process_count() > 1 or re.search(r"\bat 0x[0-9a-f]", said):
             return cls(None, placement)
-        about = said, _source(), _surroundings(), [*map(_about, placement.devices)]
+        about = said, placement.shape, _source(), _surroundings(), [*map(_about, placement.devices)]
         return cls(folder / (hashlib.sha256(repr(about).encode()).hexdigest() + ENDING), placement)
 
     def compiling(self, function: Any, arguments: tuple, result: PyTree) -> Callable[[], jax.stages.Compiled]:

@@ -62,8 +62,11 @@ class Placement:
         return (*jnp.zeros(()).devices(),) if self.mesh is None else (*self.mesh.devices.flat,)
 
     def active(self) -> contextlib.AbstractContextManager:
-        """Returns the context in which everything on the mesh is traced and run."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        """Returns the context in which everything is traced and run: the mesh, or one device as a mesh.
+
+        That device too, because on a machine with several JAX cannot know that no operation will be split.
+        """
+        return jax.set_mesh(MeshShape().make([*self.devices]) if self.mesh is None else self.mesh)
 
     def shapes(
         self, rest: PyTree, params: PyTree, batch: Batch, optimizer: Any

@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "gates": {"shapes"},
     "rule.packing": {"shapes"},
     "rule.segments": {"shapes"},
-    "partitioning": {"shapes"},
+    "partitioning": {"shapes", "parallel.mesh"},
     "parallel.mesh": set(),
     "parts.conv": {"shapes", "partitioning"},
     "parts.attention": set(),

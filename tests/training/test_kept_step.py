@@ -44,6 +44,12 @@ def doubled(told=None, scale=2.0):
     return jax.jit(function), traced
 
 
+def on_two_devices(text):
+    """The placement on a mesh of the first two."""
+    shape = MeshShape.parse(text)
+    return Placement(shape, shape.make(jax.devices()[:2]))
+
+
 def made(step, function):
     return step.compiling(function, X, {"y": 0.0})()
 
@@ -61,7 +67,7 @@ def test_a_step_is_read_without_tracing(tmp_path):
 
 
 def test_what_decides_the_program_decides_the_file(tmp_path, monkeypatch):
-    """The parts, the source, variables of the environment, JAX's settings, versions and the device."""
+    """The parts, the source, variables of the environment, JAX's settings, versions, the device and the mesh."""
 
     def name(*parts):
         return KeptStep.of(tmp_path, Placement(), *(parts or ("a", X))).path.name
@@ -79,6 +85,8 @@ def test_what_decides_the_program_decides_the_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kept_step.metadata, "distributions", lambda: [])
         others.append(name())
+    for text in ("data=2", "data=2,sharded", "head=2"):
+        others.append(KeptStep.of(tmp_path, on_two_devices(text), "a", X).path.name)
     package = tmp_path / "gdn_jax"
     spec = types.SimpleNamespace(origin=str(package / "__init__.py"))
     for text in ("x = 1\n", "x = 2\n"):
@@ -90,12 +98,12 @@ def test_what_decides_the_program_decides_the_file(tmp_path, monkeypatch):
     assert len({first, *others}) == 1 + len(others)
 
 
-def test_what_is_not_kept(tmp_path):
-    """Parts that no other process has, steps of several devices, and everything without a folder."""
+def test_what_is_not_kept(tmp_path, monkeypatch):
+    """Parts that no other process has, steps of several processes, and everything without a folder."""
     assert KeptStep.of(None, Placement(), "a").path is None
     assert KeptStep.of(tmp_path, Placement(), lambda: None).path is None
-    shape = MeshShape.parse("data=2")
-    step = KeptStep.of(tmp_path, Placement(shape, shape.make(jax.devices()[:2])), "a")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    step = KeptStep.of(tmp_path, Placement(), "a")
     function, traced = doubled()
     for _ in range(2):
         made(step, function)
@@ -172,10 +180,10 @@ def options(**run):
     )
 
 
-def steps_of(options, kept):
+def steps_of(options, placement, kept):
     """The losses and the state of two steps."""
     task = make_task(options.task, options.run.batch_size, options.run.seed)
-    trainer = Trainer.make(options, task, kept=kept)
+    trainer = Trainer.make(options, task, placement, kept=kept)
     losses = []
     for step in (1, 2):
         trainer.state, metrics = trainer._train(trainer.state, step)
@@ -183,17 +191,19 @@ def steps_of(options, kept):
     return losses, trainer.state
 
 
-def test_a_trainer_reads_its_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mesh", [None, "data=2,sharded"])
+def test_a_trainer_reads_its_step(tmp_path, monkeypatch, mesh):
     """Another number of steps has another schedule, and is traced."""
-    compiled, state = steps_of(options(), tmp_path)
+    placement = Placement() if mesh is None else on_two_devices(mesh)
+    compiled, state = steps_of(options(), placement, tmp_path)
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(steps, "train_step", None)
-        read, again = steps_of(options(log_every=7), tmp_path)
+        read, again = steps_of(options(log_every=7), placement, tmp_path)
         assert compiled == read
         jax.tree.map(np.testing.assert_array_equal, state, again)
         with pytest.raises(TypeError, match="NoneType"):
-            steps_of(options(steps=50), tmp_path)
+            steps_of(options(steps=50), placement, tmp_path)
     assert [*tmp_path.iterdir()] == [file]
 
 
