@@ -273,8 +273,8 @@ def vary_alike(arrays: Any) -> Any:
 def expected_shards(arrays: Any) -> int | None:
     """Devices that XLA may split a computation on these arrays over; None where there is nothing for it to split.
 
-    Inside `jax.shard_map` the arrays are shards already. On explicit axes they are split by their types. A mesh of one
-    device that is set says that there is no other.
+    Inside `jax.shard_map` the arrays are shards already. On explicit axes they are split by their types. Where a mesh
+    of one device is set there is no other.
     """
     here = jax.sharding.get_abstract_mesh()
     if jax.device_count() == 1 or (not here.empty and here.size == 1):

@@ -66,7 +66,7 @@ class KeptStep:
         # Processes that share a run would have to agree on who has read its step and who traces it.
         if folder is None or jax.process_count() > 1 or re.search(r"\bat 0x[0-9a-f]", said):
             return cls(None, placement)
-        about = said, placement.shape, _source(), _surroundings(), [*map(_about, placement.devices)]
+        about = said, _source(), _surroundings(), placement.shape, [*map(_about, placement.devices)]
         return cls(folder / (hashlib.sha256(repr(about).encode()).hexdigest() + ENDING), placement)
 
     def compiling(self, function: Any, arguments: tuple, result: PyTree) -> Callable[[], jax.stages.Compiled]:

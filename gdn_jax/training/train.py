@@ -199,10 +199,9 @@ def _work(trainer: Trainer, run: RunFolder, then: dict[str, str], console: Conso
                 trainer.save(store)  # so that the run can be resumed when the other one is gone
                 say(f"beginning with the weights of {o.init_from}")
             say(trainer.task.summary())
-            dtype = steps.compute_dtype(trainer.options.model)
-            say(
-                f"{trainer.parameters / 1e6:.2f}M parameters, {dtype} on {now['device']}, run folder {run.path}"
-            )
+            dtype, used = steps.compute_dtype(trainer.options.model), len(trainer.placement.devices)
+            where = f"{used} of {now['device']}" if used < jax.device_count() else now["device"]
+            say(f"{trainer.parameters / 1e6:.2f}M parameters, {dtype} on {where}, run folder {run.path}")
             if line := kernels.note():
                 say(line)
             with _drawing(trainer, run):

@@ -36,7 +36,6 @@ from gdn_jax.parts.channel_gates import channel_gates
 from gdn_jax.parts.norms import add_norm, gated_norm
 from gdn_jax.parts.short_conv import short_conv
 from gdn_jax.parts.swiglu import swiglu
-from gdn_jax.training.placement import Placement
 from pallas_kernels.device import launch as device_launch
 from pallas_kernels.layer import weight_gradient
 
@@ -208,24 +207,6 @@ def test_a_deep_model_lowers_no_more_kernels(text, heads, width):
 
     two = lowered(2)
     assert len(two) >= 13 and two == lowered(3)
-
-
-@pytest.mark.usefixtures("no_launch")
-def test_a_run_on_one_device_of_several_is_not_split():
-    """Neither the rule nor the parts around it wait for the partitioner, which could ask nothing of a kept step."""
-    config = ModelConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=256, num_layers=1, num_heads=2, head_dim=128, expand_v=1.0,
-        dtype="bfloat16", implementation="mosaic_gpu",
-    )  # fmt: skip
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
-    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32)
-
-    def text():
-        return jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)[0]).lower(state, tokens).as_text()
-
-    assert "@CustomSPMDPartitioning" in text()
-    with Placement().active():
-        assert "@CustomSPMDPartitioning" not in text()
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ import gdn_jax
 from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import rule
+from gdn_jax.partitioning import expected_shards
+from gdn_jax.training.placement import Placement
 
 stand_ins = meshes.stand_ins
 
@@ -288,3 +290,13 @@ def test_other_operations_run_on_the_shards(kind):
     ):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
         assert got.sharding.spec[0] == "d"
+
+
+def test_a_run_on_one_of_several_devices_is_not_split():
+    """Under its placement the same kernels are chosen as where there is one device."""
+    x = jax.ShapeDtypeStruct((8, 4), np.float32)
+    found = []
+    jax.jit(lambda x: found.append(expected_shards(x))).lower(x)
+    with Placement().active():
+        jax.jit(lambda x: found.append(expected_shards(x))).lower(x)
+    assert found == [1, None]
