@@ -279,4 +279,22 @@ FAULTS = (
         "if False:  # its convolution",
         "tests/parallel/test_parallel_lowering.py::test_no_tokens_are_gathered",
     ),
+    Fault(
+        "heads lie over the devices that have the rows, where a mesh is set",
+        '{"b": DATA, "t": CONTEXT, "h": HEAD}',
+        '{"b": DATA, "t": CONTEXT, "h": DATA}',
+        "tests/parallel/test_parallel_partitioning.py::test_the_axes_of_a_mesh_that_is_set",
+    ),
+    Fault(
+        "sums over rows are those of one device, where a mesh is set",
+        "        parts = jax.tree.leaves(f(static, *jax.tree.unflatten(treedef, leaves)))\n",
+        "        return tuple(jax.tree.leaves(f(static, *jax.tree.unflatten(treedef, leaves))))\n",
+        "tests/parallel/test_parallel_partitioning.py::test_the_axes_of_a_mesh_that_is_set",
+    ),
+    Fault(
+        "XLA is asked how operations are split on a mesh that is set, too",
+        "if (devices := axes_set()) is None:",
+        "if (devices := axes_set()) is None or True:",
+        "tests/parallel/test_parallel_partitioning.py::test_the_axes_of_a_mesh_that_is_set",
+    ),
 )

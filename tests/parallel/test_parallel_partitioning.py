@@ -28,7 +28,8 @@ import gdn_jax
 from gdn_jax.bench.collectives import traffic
 from gdn_jax.checks import cases
 from gdn_jax.checks.check import rule
-from gdn_jax.partitioning import expected_shards
+from gdn_jax.parallel.mesh import MeshShape
+from gdn_jax.partitioning import expected_shards, on_shards
 from gdn_jax.training.placement import Placement
 
 stand_ins = meshes.stand_ins
@@ -300,3 +301,37 @@ def test_a_run_on_one_of_several_devices_is_not_split():
     with Placement().active():
         jax.jit(lambda x: found.append(expected_shards(x))).lower(x)
     assert found == [1, None]
+
+
+def scaled_and_summed(scale, x, w):
+    """An operation over rows, tokens and heads, and a sum over rows and tokens for each head."""
+    y = scale * x * w
+    return y, y.sum((0, 1)), x[..., ::-1]
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_the_axes_of_a_mesh_that_is_set(rows):
+    """Each name lies over its axis as far as that divides, sums are over all shards, and XLA is asked nothing."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 6, 4, 3), (4, 1)))
+    mesh = MeshShape.parse("data=2,head=2,context=2").make(jax.devices())
+    places = [spec("data" if rows % 2 == 0 else None, "context", "head"), spec("head")]
+
+    @jax.jit
+    def call(x, w):
+        names = ("b t h .", "h .")
+        results = ("b t h .", "h . +b +t", "b t h .")
+        return on_shards(scaled_and_summed, 2.0, (x, w), names, lambda _: results, {"b": rows, "t": 6, "h": 4})
+
+    with jax.set_mesh(mesh):
+        args = place(mesh, (x, w), places)
+        lowered = call.lower(*args)
+        assert "@CustomSPMDPartitioning" not in lowered.as_text()
+        compiled = lowered.compile()
+        assert traffic(compiled.as_text()).count == {"all-reduce": 1}
+        got = compiled(*args)
+        together = jax.jit(jax.vmap(call))(np.stack([x, 2 * x]), np.stack([w, w]))
+    assert [y.sharding.spec for y in got] == [places[0], places[1], places[0]]
+    for y, both, want in zip(got, together, scaled_and_summed(2.0, x, w), strict=True):
+        np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(both, np.stack([want, 2 * want]), rtol=1e-6, atol=1e-6)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import compiled_programs
 import pytest
@@ -74,3 +75,18 @@ def test_the_name_of_the_folder(monkeypatch, tmp_path):
     elsewhere = compiled_programs.folder()
     monkeypatch.setattr(compiled_programs.jaxlib, "__version__", "0.1")
     assert len({here, elsewhere, compiled_programs.folder()}) == 3
+
+
+def test_tests_outside_the_gate_have_no_limit(request):
+    """Nor the other tests of their file, in a run that has both."""
+
+    def item(path, *markers):
+        return types.SimpleNamespace(
+            path=path, get_closest_marker=lambda name: name if name in markers else None
+        )
+
+    here, there = request.path, request.path.with_name("another.py")
+    items = [item(here, "slow"), item(there, "crossed")]
+    assert not compiled_programs.has_crossed(items, here)
+    assert compiled_programs.has_crossed(items, there)
+    assert not compiled_programs.has_crossed(request.session.items, here)
