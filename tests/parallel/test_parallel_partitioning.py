@@ -321,7 +321,9 @@ def test_the_axes_of_a_mesh_that_is_set(rows):
     def call(x, w):
         names = ("b t h .", "h .")
         results = ("b t h .", "h . +b +t", "b t h .")
-        return on_shards(scaled_and_summed, 2.0, (x, w), names, lambda _: results, {"b": rows, "t": 6, "h": 4})
+        return on_shards(
+            scaled_and_summed, 2.0, (x, w), names, lambda _: results, {"b": rows, "t": 6, "h": 4}
+        )
 
     with jax.set_mesh(mesh):
         args = place(mesh, (x, w), places)

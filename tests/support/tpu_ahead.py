@@ -10,15 +10,14 @@ that no other program imports from. Ends with 1 if a program did not compile.
 import argparse
 import importlib.metadata
 import itertools
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import ahead
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 """Name of a kind of TPU -> a topology of it. Programs are compiled for one chip."""
@@ -34,9 +33,6 @@ PROGRAMS = (
 AHEAD = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """Environment of libtpu: no server is asked what TPUs this machine has, and no other process waits for them."""
 
-FETCHING = "libtpu could not be fetched"
-"""How the error of a machine without libtpu begins."""
-
 
 def folder() -> Path:
     """The folder of libtpu, fetched if it is not there.
@@ -46,29 +42,7 @@ def folder() -> Path:
     """
     asked = [re.match(r"libtpu[^;]*", text) for text in importlib.metadata.requires("jax") or ()]
     (wanted,) = (match[0].strip() for match in asked if match)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gdn-libtpu"
-    place = cache / re.sub(r"[^\w.]+", "-", wanted).strip(".-")
-    if not place.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {wanted} through pip, once, into {place}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=cache) as made:
-            whole = Path(made, "whole")
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-deps",
-                "--target",
-                str(whole),
-                wanted,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{FETCHING}: {done.stderr.strip().splitlines()[-1]}")
-            whole.rename(place)
-    return place
+    return ahead.fetched("libtpu", [wanted])
 
 
 def rule(name: str, passes: str, tokens: int) -> tuple[Callable[..., Any], list[Any]]:
@@ -151,11 +125,7 @@ def main() -> None:
         "--fields", nargs="+", default=[], help="fields of its ModelConfig, as in num_layers=4"
     )
     options = parser.parse_args()
-    libtpu = str(folder())
-    if libtpu not in sys.path:  # a process of its own, in which it is the first to be imported
-        paths = os.pathsep.join([libtpu, *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", **AHEAD}
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=os.environ | own).returncode)
+    ahead.ensure(folder(), AHEAD)
     import jax
 
     version = importlib.metadata.version("libtpu")
@@ -169,7 +139,7 @@ def main() -> None:
         try:
             cells = compiled(kind, program, options)
         except Exception as error:  # of the compiler; the other programs may be right
-            failed, cells = True, f"| FAIL: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            failed, cells = True, f"| {ahead.failure(error)}"
         print(f"| {kind} | {program} | {cells} |", flush=True)
     sys.exit(failed)
 
