@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,12 @@ class Placement:
 
         That device too, because on a machine with several JAX cannot know that no operation will be split.
         """
-        return jax.set_mesh(MeshShape().make([*self.devices]) if self.mesh is None else self.mesh)
+        return jax.set_mesh(self._here)
+
+    @cached_property
+    def _here(self) -> Mesh:
+        """The mesh, or one of the device where JAX puts an array."""
+        return MeshShape().make([*self.devices]) if self.mesh is None else self.mesh
 
     def shapes(
         self, rest: PyTree, params: PyTree, batch: Batch, optimizer: Any

@@ -286,7 +286,7 @@ FAULTS = (
         "tests/parallel/test_parallel_partitioning.py::test_the_axes_of_a_mesh_that_is_set",
     ),
     Fault(
-        "sums over rows are those of one device, where a mesh is set",
+        "each device keeps its own sum over rows, where a mesh is set",
         "        parts = jax.tree.leaves(f(static, *jax.tree.unflatten(treedef, leaves)))\n",
         "        return tuple(jax.tree.leaves(f(static, *jax.tree.unflatten(treedef, leaves))))\n",
         "tests/parallel/test_parallel_partitioning.py::test_the_axes_of_a_mesh_that_is_set",

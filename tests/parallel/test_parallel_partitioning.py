@@ -313,7 +313,7 @@ def scaled_and_summed(scale, x, w):
 def test_the_axes_of_a_mesh_that_is_set(rows):
     """Each name lies over its axis as far as that divides, sums are over all shards, and XLA is asked nothing."""
     rng = np.random.default_rng(0)
-    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 6, 4, 3), (4, 1)))
+    x, w = (rng.integers(-8, 8, s).astype(np.float32) for s in ((rows, 6, 4, 3), (4, 1)))  # sums are exact
     mesh = MeshShape.parse("data=2,head=2,context=2").make(jax.devices())
     places = [spec("data" if rows % 2 == 0 else None, "context", "head"), spec("head")]
 
@@ -335,5 +335,5 @@ def test_the_axes_of_a_mesh_that_is_set(rows):
         together = jax.jit(jax.vmap(call))(np.stack([x, 2 * x]), np.stack([w, w]))
     assert [y.sharding.spec for y in got] == [places[0], places[1], places[0]]
     for y, both, want in zip(got, together, scaled_and_summed(2.0, x, w), strict=True):
-        np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(both, np.stack([want, 2 * want]), rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(y, want)
+        np.testing.assert_array_equal(both, np.stack([want, 2 * want]))

@@ -35,6 +35,9 @@ device_description_str: "NVIDIA {name}"
 """
 """What XLA asks of a GPU, as it writes it itself."""
 
+DEVICES = 16
+"""CPU devices of the process. With more than one, operations are prepared for a mesh; it may have more GPUs."""
+
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all"
 
 
@@ -49,10 +52,10 @@ def folder() -> Path:
     return ahead.fetched("cuda", [*plugin, "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"])
 
 
-def environment(place: Path, devices: int) -> dict[str, str]:
-    """Variables of a process that compiles for so many GPUs."""
+def environment(place: Path) -> dict[str, str]:
+    """Variables of a process that compiles for GPUs with the packages of a folder."""
     cuda = place / "nvidia" / "cu13"
-    flags = f"--xla_gpu_cuda_data_dir={cuda} --xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_gpu_cuda_data_dir={cuda} --xla_force_host_platform_device_count={DEVICES}"
     return {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of a driver that is not there
         "PATH": f"{cuda / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -109,7 +112,7 @@ def main() -> None:
     parser.add_argument("--gpu", choices=GPUS, default="H200")
     options = parser.parse_args()
     place = folder()
-    ahead.ensure(place, environment(place, 16))
+    ahead.ensure(place, environment(place))
     import jax
 
     print(f"jax {jax.__version__}, {options.gpu}, {' '.join(options.fields)}\n")
